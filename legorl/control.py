@@ -1,0 +1,189 @@
+"""Client of lego-serve's control socket: sessions, weights, health. HTTP over a Unix socket (mode 0600).
+
+    POST /sessions            body SessionRequest; the reply streams NDJSON events and stays open: the session lives
+                              as long as this connection. First event: {"event": "open", "session", "key"}.
+                              Then {"event": "turn", "turns", "tokens", "engine_s", "queue_s"} after every turn,
+                              {"event": "budget", "which"} when a budget is spent, {"event": "lost", "detail"} when the
+                              engine failed.
+    POST /sessions/ID/close   the session's turns as an Arrow IPC stream: one row, column `turns` (schema.TURN), and
+                              JSON under the metadata key `legorl` (see Closed).
+    POST /weights             {"path", "version"}: load a checkpoint; answers when it serves. Refused while loading.
+    GET  /health              see Health.
+
+Usage:
+    async with Control(socket) as control:
+        async with control.session(request) as session:
+            session.key; session.state; closed = await session.close()
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+class ServeError(Exception):
+    """lego-serve cannot be reached, or refused."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a running lego-serve says of itself."""
+
+    model: str  # path of the folder first loaded
+    name: str  # the model name that the API shows
+    engine: str
+    version: int
+    digest: str
+    weights_path: str
+    tokenizer_digest: str
+    template_digest: str
+    context: int  # tokens, prompt and completion together
+    llm_dir: str  # folder to mount: holds llm.sock, the harness side
+    engine_cores: list[int]  # cores the engine keeps for itself; [] = none
+    free_cores: list[int]  # cores for sandboxes
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    attempt_id: str
+    seed: int = 0
+    harness: str = ""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    turn_tokens: int = 512  # most sampled tokens of one turn
+    max_turns: int | None = None
+    max_tokens: int | None = None  # most sampled tokens of the session
+    side_patterns: tuple[str, ...] = ()  # regular expressions on the first system text that mark side requests
+    user_agent: str = ""  # regular expression of the harness's own user agent; others are foreign
+
+
+@dataclass
+class SessionState:
+    """Kept up to date by events while the session is open. Seconds are summed over turns."""
+
+    turns: int = 0
+    tokens: int = 0
+    engine_s: float = 0.0
+    queue_s: float = 0.0
+    busy_since: float | None = None
+    budget: str | None = None  # `turns`, `tokens` once that budget is spent
+    lost: str | None = None  # why the engine cannot serve this session any more
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A closed session: its turns as an Arrow array of one list<TURN>, and the summary."""
+
+    turns: Any  # pyarrow.ListArray of length 1
+    weights: list[dict[str, Any]]
+    tokenizer_digest: str
+    template_digest: str
+    engine_s: float
+    queue_s: float
+    tokens: int
+    count: int
+    text_only: bool  # the last answer carried no tool call
+    overflow: bool  # the last request did not fit the context
+    notes: dict[str, int] = field(default_factory=dict)
+
+
+class Session:
+    """One open session. `state` changes as events arrive; `changed` is set on every event."""
+
+    def __init__(self, client: httpx.AsyncClient, ident: str, key: str):
+        self._client = client
+        self.id = ident
+        self.key = key
+        self.state = SessionState()
+        self.changed = asyncio.Event()
+
+    async def close(self) -> Closed:
+        """Close the session and return what it recorded. Raises ServeError if the server is gone."""
+        import pyarrow as pa
+
+        try:
+            reply = await self._client.post(f"/sessions/{self.id}/close", timeout=120)
+        except httpx.HTTPError as error:
+            raise ServeError(f"lego-serve went away while closing session {self.id}: {error!r}") from error
+        if reply.status_code != 200:
+            raise ServeError(f"closing session {self.id}: {reply.text}")
+        table = pa.ipc.open_stream(reply.content).read_all()
+        summary = json.loads(table.schema.metadata[b"legorl"])
+        return Closed(turns=table.column("turns").combine_chunks(), **summary)
+
+    async def _follow(self, lines: AsyncIterator[str]) -> None:
+        try:
+            async for line in lines:
+                event = json.loads(line)
+                state = self.state
+                if event["event"] == "turn":
+                    state.turns, state.tokens = event["turns"], event["tokens"]
+                    state.engine_s, state.queue_s = event["engine_s"], event["queue_s"]
+                elif event["event"] == "budget":
+                    state.budget = event["which"]
+                elif event["event"] == "lost":
+                    state.lost = event["detail"]
+                self.changed.set()
+        except httpx.HTTPError as error:
+            self.state.lost = f"the control connection broke: {error!r}"
+            self.changed.set()
+
+
+class Control:
+    """Connection to a control socket. Raises ServeError where nobody listens."""
+
+    def __init__(self, socket: Path | str):
+        self.socket = Path(socket)
+        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None))
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://serve", timeout=30)
+
+    async def __aenter__(self) -> "Control":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def _call(self, method: str, path: str, **kwargs: Any) -> Any:
+        try:
+            reply = await self._client.request(method, path, **kwargs)
+        except (httpx.HTTPError, OSError) as error:
+            raise ServeError(
+                f"no lego-serve answers on {self.socket} ({error}); start one with `lego-serve MODEL` and give its socket "
+                "with --serve or LEGORL_SERVE"
+            ) from error
+        if reply.status_code != 200:
+            raise ServeError(f"lego-serve refused {method} {path}: {reply.text}")
+        return reply.json()
+
+    async def health(self) -> Health:
+        return Health(**await self._call("GET", "/health"))
+
+    async def load_weights(self, path: Path, version: int) -> dict[str, Any]:
+        """Make the engine serve the checkpoint at `path` from the next turn on. Returns {"version", "digest"}."""
+        return await self._call("POST", "/weights", json={"path": str(path), "version": version}, timeout=600)
+
+    @contextlib.asynccontextmanager
+    async def session(self, request: SessionRequest) -> AsyncIterator[Session]:
+        """Open a session; it ends with this block, closed or not."""
+        try:
+            async with self._client.stream("POST", "/sessions", json=asdict(request), timeout=None) as reply:
+                if reply.status_code != 200:
+                    raise ServeError(f"lego-serve refused a session: {(await reply.aread()).decode()}")
+                lines = reply.aiter_lines()
+                first = json.loads(await anext(lines))
+                session = Session(self._client, first["session"], first["key"])
+                follower = asyncio.create_task(session._follow(lines))
+                try:
+                    yield session
+                finally:
+                    follower.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await follower
+        except httpx.ConnectError as error:
+            raise ServeError(f"no lego-serve answers on {self.socket} ({error})") from error

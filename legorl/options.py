@@ -1,0 +1,217 @@
+"""What every command shares: exit codes, the error edge, common options, reading paths.
+
+Usage: a command is a click command made with `@command(...)` of this module; it raises `Failure` (or a library error
+listed in `EXPECTED`) and the edge turns that into one line on stderr and an exit code from the one table below.
+Nothing here imports torch, vllm, transformers or duckdb: `--help` stays quick.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from legorl import __version__
+
+# The one table of exit codes.
+OK = 0
+FAILED = 1
+USAGE = 2
+LOST = 3  # more attempts lost to infrastructure than --max-lost allows
+CHECK = 4  # a check did not hold: gate, verify, tasks check, canary, alert
+INTERRUPTED = 130
+TERMINATED = 143
+
+EXIT_HELP = {
+    OK: "done",
+    FAILED: "failed",
+    USAGE: "usage",
+    LOST: "more attempts were lost to infrastructure than --max-lost allows",
+    CHECK: "a check did not hold (gate, verify, tasks check)",
+    INTERRUPTED: "interrupted",
+    TERMINATED: "terminated",
+}
+
+
+class Failure(Exception):
+    """An expected failure: one line that says what, where and how to mend it, and the exit code it ends with."""
+
+    def __init__(self, message: str, code: int = FAILED):
+        super().__init__(message)
+        self.code = code
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. A BaseException, so that no `except Exception` keeps the process alive."""
+
+
+def printable(text: str) -> str:
+    """Escape control characters (but newline and tab): text from a sandbox or a model must not drive a terminal."""
+    return "".join(
+        c if c in "\n\t" or (c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF) else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
+
+
+def say(message: str) -> None:
+    """Words go to stderr. Commands use this; the library never does."""
+    if not click.get_current_context(silent=True) or not _quiet():
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+def _quiet() -> bool:
+    context = click.get_current_context(silent=True)
+    return bool(context and context.find_root().params.get("quiet"))
+
+
+def emit(line: str) -> None:
+    """Data goes to stdout, flushed line by line, so that the next stage of a pipe begins at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _version(context: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        emit(f"{context.find_root().info_name} {__version__}")
+        context.exit(OK)
+
+
+class _Edge:
+    """Mixin for click commands: errors become one line and an exit code; SIGPIPE and SIGTERM behave as in Unix tools."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        kwargs.setdefault("prog_name", Path(sys.argv[0]).name)
+        verbose = "-v" in sys.argv[1:] or "--verbose" in sys.argv[1:]
+        try:
+            signal.signal(signal.SIGTERM, _raise_terminated)
+            code = super().main(*args, **kwargs)  # type: ignore[misc]
+            sys.stdout.flush()
+        except click.exceptions.Abort:
+            code = _tell("interrupted", INTERRUPTED)
+        except KeyboardInterrupt:
+            code = _tell("interrupted", INTERRUPTED)
+        except Terminated:
+            code = _tell("terminated", TERMINATED)
+        except click.exceptions.Exit as stop:
+            code = stop.exit_code
+        except click.UsageError as error:
+            error.show()
+            code = USAGE
+        except click.ClickException as error:
+            code = _tell(error.format_message(), error.exit_code)
+        except BrokenPipeError:
+            # The reader of our stdout went away (`| head`): a normal end for a Unix tool.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = TERMINATED - 2  # 141, as a shell reports SIGPIPE
+        except Exception as error:
+            if verbose:
+                raise
+            if isinstance(error, Failure):
+                code = _tell(str(error), error.code)
+            elif isinstance(error, OSError) and error.errno:
+                code = _tell(f"{error.strerror}: {error.filename or ''}".rstrip(": "), FAILED)
+            elif type(error).__module__.startswith("legorl"):
+                code = _tell(str(error), getattr(error, "code", FAILED))
+            else:
+                code = _tell(f"{type(error).__name__}: {error} (run again with -v for the traceback)", FAILED)
+        sys.exit(code if isinstance(code, int) else OK)
+
+
+class Command(_Edge, click.Command):
+    pass
+
+
+class Group(_Edge, click.Group):
+    pass
+
+
+def _tell(message: str, code: int) -> int:
+    name = Path(sys.argv[0]).name
+    line = printable(" ".join(message.split("\n")))
+    print(f"{name}: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _raise_terminated(_signum: int, _frame: Any) -> None:
+    raise Terminated
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": None, "max_content_width": 110}
+
+
+def command(name: str, group: bool = False) -> Callable[[Callable], Any]:
+    """Decorator: make `function` the click command `name`, with -h, --version, -q, -v and the error edge."""
+
+    def wrap(function: Callable) -> Any:
+        kind = Group if group else Command
+        make = click.group if group else click.command
+        function = click.option(
+            "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version and exit."
+        )(function)
+        function = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=_loudness, help="Say more; show tracebacks.")(function)
+        function = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_silence, help="Say only errors.")(function)
+        return make(name, cls=kind, context_settings=CONTEXT)(function)
+
+    return wrap
+
+
+def _loudness(_context: click.Context, _param: click.Parameter, value: bool) -> None:
+    logging.basicConfig(level=logging.DEBUG if value else logging.WARNING, stream=sys.stderr, format="%(name)s: %(message)s")
+    if not value:
+        logging.getLogger("legorl").setLevel(logging.INFO)
+
+
+def _silence(context: click.Context, _param: click.Parameter, value: bool) -> None:
+    context.find_root().params["quiet"] = value
+
+
+def env(name: str) -> str:
+    """Environment twin of an option: --max-lost is LEGORL_MAX_LOST."""
+    return "LEGORL_" + name.strip("-").replace("-", "_").upper()
+
+
+def option(name: str, *rest: Any, **kwargs: Any) -> Callable:
+    """click.option with its LEGORL_* environment twin and its default shown."""
+    kwargs.setdefault("envvar", env(name))
+    kwargs.setdefault("show_default", True)
+    return click.option(name, *rest, **kwargs)
+
+
+out_option = option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write to; rerun to continue.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+explain_option = click.option("--explain", is_flag=True, help="Print the resolved configuration and stop.")
+seed_option = option("--seed", type=int, default=0, help="Seed of everything random.")
+max_lost_option = option(
+    "--max-lost", type=click.FloatRange(0, 1), default=0.2, help="Share of attempts that may be lost to infrastructure."
+)
+paths_argument = click.argument("paths", nargs=-1, metavar="[PATH]...")
+
+
+def each_path(paths: tuple[str, ...], stdin: Any = None) -> Iterator[str]:
+    """Yield the paths to read: the arguments, or lines of stdin for `-` or no argument, as they arrive.
+
+    Raises UsageError if nothing was given and stdin is a terminal.
+    """
+    stdin = stdin or sys.stdin
+    if not paths:
+        if stdin.isatty():
+            raise click.UsageError("no PATH given and stdin is a terminal; give paths, or pipe them in")
+        paths = ("-",)
+    for path in paths:
+        if path != "-":
+            yield path
+            continue
+        for line in iter(stdin.readline, ""):
+            if line.strip():
+                yield line.rstrip("\n")
+
+
+def explain(config: dict[str, Any]) -> None:
+    """Print the resolved configuration as JSON, for --explain."""
+    emit(json.dumps(config, indent=2, default=str, sort_keys=True))

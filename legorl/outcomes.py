@@ -1,0 +1,67 @@
+"""Outcome and blame names of an attempt, and which outcome carries which blame.
+
+An attempt ends with one outcome. Its blame says who answers for it: only `model` is ever graded into a reward;
+`infra` has reward null and is tried again; `task` sets the task aside. Blame is `model` unless evidence from
+outside the container shows otherwise, because whatever the container's own content can cause is the policy's doing.
+"""
+
+from typing import Literal
+
+Blame = Literal["model", "infra", "task"]
+
+BLAME: dict[str, Blame] = {
+    # The harness ran to its own end, whatever that end was.
+    "finished": "model",
+    "no_changes": "model",
+    "text_only": "model",
+    "step_limit": "model",
+    "token_limit": "model",
+    "context_overflow": "model",
+    "time_limit": "model",
+    "no_tool_loop": "model",
+    "harness_crash": "model",
+    # Limits of the sandbox that the container's own content ran into.
+    "out_of_memory": "model",
+    "disk_full": "model",
+    "too_many_processes": "model",
+    "patch_unusable": "model",
+    # Ours: seen from outside the container.
+    "sandbox_setup_failed": "infra",
+    "engine_lost": "infra",
+    "weights_lost": "infra",
+    "capture_incomplete": "infra",
+    "image_missing": "infra",
+    "grader_crash": "infra",
+    "grader_timeout": "infra",
+    "interrupted": "infra",
+    # The task's own fault.
+    "task_broken": "task",
+}
+
+# Reasons for which a sampled token is not trained. The first block is written into `drops` by the stage that knows
+# it (lego-serve); the second is decided by lego-train and written into updates.parquet.
+DROP_REASONS = {
+    "cut": "the answer was cut by us (engine stopped, session closed) before the policy ended it",
+    "support": "sampled from a restricted support (top_p, top_k, grammar, greedy) that the trainer does not apply",
+    "side": "a side request of the harness (title, summary of usage), not part of the task",
+    "foreign": "somebody in the sandbox called the API by hand",
+}
+TRAIN_REASONS = {
+    "trained": "a target of this step",
+    "infra": "the attempt failed for infrastructure reasons",
+    "task": "the task was set aside",
+    "ungraded": "the attempt has no reward",
+    "no_variance": "every attempt of its group got the same reward",
+    "alone": "the only valid attempt of its group",
+    "stale": "sampled by weights further back than --max-lag",
+    "too_long": "its path does not fit the model's context or the token budget of one row",
+    "masked": "its importance weight left the allowed bounds",
+}
+
+
+def blame_of(outcome: str) -> Blame:
+    """Return the blame of `outcome`; raise ValueError for a name that is not in the table."""
+    try:
+        return BLAME[outcome]
+    except KeyError:
+        raise ValueError(f"unknown outcome {outcome!r}; known: {', '.join(sorted(BLAME))}") from None

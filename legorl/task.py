@@ -1,0 +1,177 @@
+"""A task folder: read it, check it, digest it, pack its repository.
+
+    TASK/task.toml         what follows
+    TASK/instruction.md    what the agent is told
+    TASK/repo/             the repository as plain files; in the sandbox it becomes one root commit
+    TASK/tests/            hidden: reaches only the grading container
+    TASK/solution.patch    hidden: a git diff of repo/
+
+task.toml:
+
+    format = "task/1"
+    id = "shell-0001-rename"          # unique in its set; letters, digits, '-', '_', '.'
+    family = "shell"                  # free labels to select by
+    kind = "rename"
+    level = 1
+    split = "train"                   # train, dev, heldout, unseen
+    [grade]
+    runner = "pytest"                 # runs `pytest tests/` from the repository's root, with tests/ put there
+    fail_to_pass = ["tests/test_task.py::test_renamed"]
+    pass_to_pass = []
+    timeout_s = 60
+    [sandbox]                         # optional
+    memory_mb = 512
+    disk_mb = 128
+"""
+
+import hashlib
+import io
+import os
+import re
+import tarfile
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+TASK_FORMAT = "task/1"
+SPLITS = ("train", "dev", "heldout", "unseen")
+RUNNERS = ("pytest",)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class TaskError(Exception):
+    """A folder is not a usable task; the message says which part and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    runner: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the task's sandboxes may use."""
+
+    memory_mb: int = 512
+    disk_mb: int = 128
+    processes: int = 128
+    cpus: float = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    path: Path
+    id: str
+    family: str
+    kind: str
+    level: int
+    split: str
+    grade: Grade
+    limits: Limits
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def instruction(self) -> str:
+        return (self.path / "instruction.md").read_text().strip()
+
+    @property
+    def repo(self) -> Path:
+        return self.path / "repo"
+
+    @property
+    def tests(self) -> Path:
+        return self.path / "tests"
+
+    @property
+    def solution(self) -> bytes:
+        """The solution as a git diff of repo/. Raises TaskError if the task has none."""
+        file = self.path / "solution.patch"
+        if not file.exists():
+            raise TaskError(f"{self.path}: no solution.patch")
+        return file.read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over every path, mode and content of the folder: two tasks are the same iff their digests are."""
+        total = hashlib.sha256()
+        for file in sorted(self.path.rglob("*"), key=lambda p: os.fsencode(p.relative_to(self.path))):
+            name = os.fsencode(file.relative_to(self.path))
+            if file.is_symlink():
+                body, mode = os.fsencode(file.readlink()), b"l"
+            elif file.is_file():
+                body, mode = file.read_bytes(), b"x" if os.access(file, os.X_OK) else b"f"
+            else:
+                continue
+            total.update(b"%d:%b%b%d:" % (len(name), name, mode, len(body)))
+            total.update(hashlib.sha256(body).digest())
+        return total.hexdigest()[:32]
+
+
+def load_task(path: Path | str) -> Task:
+    """Read the task folder at `path`; raise TaskError if it is not one."""
+    path = Path(path).resolve()
+    if not (path / "task.toml").is_file():
+        raise TaskError(f"{path}: not a task folder (no task.toml)")
+    try:
+        data = tomllib.loads((path / "task.toml").read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}/task.toml: {error}") from error
+    if data.get("format") != TASK_FORMAT:
+        raise TaskError(f"{path}/task.toml: format {data.get('format')!r}, but this version reads {TASK_FORMAT!r}")
+    for name in ("instruction.md", "repo"):
+        if not (path / name).exists():
+            raise TaskError(f"{path}: no {name}")
+    try:
+        grade, sandbox = data["grade"], data.get("sandbox", {})
+        task = Task(
+            path=path,
+            id=data["id"],
+            family=data["family"],
+            kind=data["kind"],
+            level=int(data.get("level", 0)),
+            split=data["split"],
+            grade=Grade(
+                grade["runner"],
+                tuple(grade["fail_to_pass"]),
+                tuple(grade.get("pass_to_pass", ())),
+                float(grade.get("timeout_s", 60)),
+            ),
+            limits=Limits(**sandbox),
+            labels=data.get("labels", {}),
+        )
+    except KeyError as error:
+        raise TaskError(f"{path}/task.toml: no key {error}") from error
+    except TypeError as error:
+        raise TaskError(f"{path}/task.toml: {error}") from error
+    if not _NAME.fullmatch(task.id):
+        raise TaskError(f"{path}/task.toml: id {task.id!r} may hold only letters, digits, '.', '_' and '-'")
+    if task.split not in SPLITS:
+        raise TaskError(f"{path}/task.toml: split {task.split!r} is none of {', '.join(SPLITS)}")
+    if task.grade.runner not in RUNNERS:
+        raise TaskError(f"{path}/task.toml: runner {task.grade.runner!r} is none of {', '.join(RUNNERS)}")
+    if not task.grade.fail_to_pass or not any(task.tests.rglob("*")):
+        raise TaskError(f"{path}: a task with no tests cannot be graded; add tests/ and name them in grade.fail_to_pass")
+    return task
+
+
+def pack(folder: Path) -> bytes:
+    """Return `folder` as an uncompressed tar of plain files, links and modes, without owners or times (deterministic)."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for file in sorted(folder.rglob("*"), key=os.fsencode):
+            info = tar.gettarinfo(file, arcname=str(file.relative_to(folder)))
+            info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            info.mtime = 0
+            info.mode = 0o755 if info.isdir() or info.mode & 0o111 else 0o644
+            if info.isreg():
+                with file.open("rb") as body:
+                    tar.addfile(info, body)
+            elif info.isdir() or info.issym():
+                tar.addfile(info)
+    return buffer.getvalue()
