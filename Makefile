@@ -1,0 +1,33 @@
+# Set-up, demo and tests. `make` alone lists the targets; everything sets itself up first.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.PHONY: help setup demo test test-all lint
+MAKEFLAGS += --no-print-directory
+
+RUN ?= runs/demo
+MODEL ?= $(shell .venv/bin/python recipes/get_model.py 2>/dev/null)
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+
+setup: ## install what is missing: system packages, .venv, model, base image, harnesses
+	@recipes/setup.sh
+
+demo: setup ## the main job on this machine: rollout, grade, train, new weights, twice; RUN=runs/demo
+	@if $(MAKE) -q -f recipes/demo.mk RUN=$(RUN) loop 2>/dev/null; then \
+	    echo "$(RUN) is finished; start another with RUN=runs/NAME" >&2; \
+	    exec $(MAKE) -f recipes/demo.mk RUN=$(RUN); \
+	fi; \
+	exec bin/lego-serve $(MODEL) -- $(MAKE) -f recipes/demo.mk RUN=$(RUN)
+
+lint: setup ## ruff, mypy and the import rules
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+test: lint ## lint and the tests; at most 25 minutes on 2 cores
+	@.venv/bin/pytest -m "not slow"
+
+test-all: lint ## also the slow tests
+	@.venv/bin/pytest

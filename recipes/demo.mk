@@ -1,0 +1,20 @@
+# The demo: two rounds of GRPO that 2 CPU cores finish while you watch, and a table at the end. `make demo` runs it.
+#     bin/lego-serve MODEL -- make -f recipes/demo.mk RUN=runs/demo
+RUN ?= runs/demo
+ROUNDS ?= 2
+TASK_SET ?= shell --count 48 --seed 1 --level 1
+TASKS ?= 4
+ATTEMPTS ?= 8
+ROLLOUT ?= -c 8 --max-turns 3 --turn-tokens 96 --time-limit 240
+GRADE ?= -c 2
+TRAINER ?= --loss grpo --lr 2e-6
+include $(dir $(lastword $(MAKEFILE_LIST)))common.mk
+
+all:
+	@$(bin)/lego-inspect summary $(RUN)
+	@printf '%s\n' '' \
+	    'Files: $(RUN)/step-*/ holds rollout/ and graded/ (trajectory shards), checkpoint/ (the new weights), and logs.' \
+	    'Try next:' \
+	    '  bin/lego-inspect show --best $(RUN)' \
+	    '  bin/lego-inspect sql "select step, reason, count(*) as tokens from updates group by all order by all" $(RUN)' \
+	    '  make demo RUN=$(RUN) ROUNDS=$(shell expr $(ROUNDS) + 1)'

