@@ -2,7 +2,8 @@
 
     POST /sessions            body SessionRequest; the reply streams NDJSON events and stays open: the session lives
                               as long as this connection. First event: {"event": "open", "session", "key"}.
-                              Then {"event": "turn", "turns", "tokens", "engine_s", "queue_s"} after every turn,
+                              Then {"event": "begin"} when a turn begins to wait or run, {"event": "turn", "turns",
+                              "tokens", "engine_s", "queue_s"} when it has ended, well or badly,
                               {"event": "budget", "which"} when a budget is spent, {"event": "lost", "detail"} when the
                               engine failed.
     POST /sessions/ID/close   the session's turns as an Arrow IPC stream: one row, column `turns` (schema.TURN), and
@@ -19,6 +20,7 @@ Usage:
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,7 +73,8 @@ class SessionState:
     tokens: int = 0
     engine_s: float = 0.0
     queue_s: float = 0.0
-    busy_since: float | None = None
+    running: int = 0  # turns that wait for the engine or run now
+    busy_since: float | None = None  # time.monotonic() since when at least one does
     budget: str | None = None  # `turns`, `tokens` once that budget is spent
     lost: str | None = None  # why the engine cannot serve this session any more
 
@@ -122,7 +125,12 @@ class Session:
             async for line in lines:
                 event = json.loads(line)
                 state = self.state
-                if event["event"] == "turn":
+                if event["event"] == "begin":
+                    state.running += 1
+                    state.busy_since = state.busy_since or time.monotonic()
+                elif event["event"] == "turn":
+                    state.running = max(0, state.running - 1)
+                    state.busy_since = None if not state.running else state.busy_since
                     state.turns, state.tokens = event["turns"], event["tokens"]
                     state.engine_s, state.queue_s = event["engine_s"], event["queue_s"]
                 elif event["event"] == "budget":
