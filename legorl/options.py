@@ -162,13 +162,17 @@ def command(name: str, group: bool = False) -> Callable[[Callable], Any]:
 
 
 def _loudness(_context: click.Context, _param: click.Parameter, value: bool) -> None:
-    logging.basicConfig(level=logging.DEBUG if value else logging.WARNING, stream=sys.stderr, format="%(name)s: %(message)s")
-    if not value:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(name)s: %(message)s")
+    if value:  # given before or after the name of a sub-command
+        logging.getLogger().setLevel(logging.DEBUG)
+        logging.getLogger("legorl").setLevel(logging.DEBUG)
+    elif logging.getLogger("legorl").level == logging.NOTSET:
         logging.getLogger("legorl").setLevel(logging.INFO)
 
 
 def _silence(context: click.Context, _param: click.Parameter, value: bool) -> None:
-    context.find_root().params["quiet"] = value
+    if value:  # given before or after the name of a sub-command
+        context.find_root().params["quiet"] = True
 
 
 def env(name: str) -> str:

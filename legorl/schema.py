@@ -161,3 +161,5 @@ UPDATE = pa.schema(
 )
 
 METRIC = pa.schema([("run", pa.string()), ("step", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
+
+SCHEMAS = {TRAJECTORY_FORMAT: TRAJECTORY, UPDATE_FORMAT: UPDATE, METRIC_FORMAT: METRIC}

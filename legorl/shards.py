@@ -26,6 +26,10 @@ class ShardError(Exception):
     """A file is not a shard that this version can read, or a folder cannot be written to."""
 
 
+class ForeignError(ShardError):
+    """A whole Parquet file that is none of legorl's."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one round set out to make: its groups and the attempts of each. Any stage can check itself against it."""
@@ -83,8 +87,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def open_shard(path: Path | str, kind: str = schema.TRAJECTORY_FORMAT) -> Shard:
-    """Read the footer of the shard at `path`.
+def open_shard(path: Path | str, *kinds: str) -> Shard:
+    """Read the footer of the shard at `path`, whose format must be one of `kinds` (default: trajectories).
 
     Raises ShardError for a missing, truncated or foreign file, or one of another format version.
     """
@@ -92,17 +96,25 @@ def open_shard(path: Path | str, kind: str = schema.TRAJECTORY_FORMAT) -> Shard:
     import pyarrow.parquet as pq
 
     path = Path(path)
+    kinds = kinds or (schema.TRAJECTORY_FORMAT,)
     if not path.exists():
         raise ShardError(f"{path}: no such file")
     try:
-        raw = pq.read_schema(path).metadata or {}
+        columns = pq.read_schema(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise ShardError(f"{path}: not a whole Parquet file ({_first_line(error)}); make it again") from error
+    raw = columns.metadata or {}
     if b"legorl" not in raw:
-        raise ShardError(f"{path}: a Parquet file, but not one of legorl's (no 'legorl' key in its metadata)")
+        raise ForeignError(f"{path}: a Parquet file, but not one of legorl's (no 'legorl' key in its metadata)")
     meta = json.loads(raw[b"legorl"])
-    if meta.get("format") != kind:
-        raise ShardError(f"{path}: format {meta.get('format')!r}, but this version reads {kind!r}")
+    kind = meta.get("format")
+    if kind not in kinds:
+        wanted = " or ".join(map(repr, kinds))
+        raise ShardError(f"{path}: format {kind!r}, but {wanted} is wanted here; make it again or give another file")
+    found = {field.name: field.type for field in columns}
+    wrong = [field.name for field in schema.SCHEMAS[kind] if found.get(field.name) != field.type]
+    if wrong:
+        raise ShardError(f"{path}: says {kind!r}, but its columns {', '.join(wrong)} are not as that format has them")
     return Shard(path, meta)
 
 
