@@ -1,0 +1,136 @@
+"""lego-serve: an inference engine and an LLM API in one process that records every sampled token."""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from legorl.options import Failure, command, emit, explain, explain_option, option, say
+
+
+@command("lego-serve")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("command_line", metavar="[-- COMMAND...]", nargs=-1, type=click.UNPROCESSED)
+# Engine
+@option("--engine", type=click.Choice(["vllm", "torch", "script"]), default="vllm", help="What samples the tokens.")
+@option("--script", type=click.Path(path_type=Path), help="Answers of the script engine: JSON lines of {match, text}.")
+@option("--context", type=click.IntRange(16), help="Most tokens of prompt and answer together. [default: the model's]")
+@option("--sequences", type=click.IntRange(1), default=32, help="Most turns sampled at once (vllm).")
+@option("--kv-gib", type=float, default=1.5, help="Memory for the KV cache on CPU, GiB (vllm).")
+@option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32 on CPU, bfloat16 on GPU]")
+@option("--cores", help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. [default: all but one where there are few]")
+# API
+@option("--port", type=click.IntRange(0, 65535), help="Serve the API on loopback TCP too (0: any free port).")
+@explain_option
+def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
+    """Serve MODEL as an LLM API that records every sampled token where it is sampled.
+
+    \b
+    Examples:
+      lego-serve MODEL -- make -f recipes/grpo.mk RUN=runs/x   # run a loop against it, stop with it
+      lego-serve MODEL -- sh -c 'curl -s $OPENAI_BASE_URL/models -H "Authorization: Bearer $OPENAI_API_KEY"'
+      lego-serve MODEL --port 8000                             # stand alone; prints the control socket
+
+    MODEL is a Hugging Face folder or a checkpoint of lego-train. COMMAND finds the control socket in LEGORL_SERVE
+    and a session of its own in OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the keys beside them. Without COMMAND the
+    control socket's path goes to stdout once the engine is ready; asked to stop, it exits 0.
+    """
+    if command_line and command_line[0] == "--":
+        command_line = command_line[1:]
+    from legorl.checkpoint import open_checkpoint
+
+    held = open_checkpoint(model)
+    if wanted["engine"] == "script" and not wanted["script"]:
+        raise click.UsageError("--engine script needs --script FILE")
+    if wanted.pop("explain", False):
+        explain({"model": str(held.folder), "version": held.version, "command": list(command_line), **wanted})
+        return 0
+    if command_line and not shutil.which(command_line[0]):
+        raise Failure(f"{command_line[0]}: no such command")
+    # Libraries print where they like; stdout is for data. Theirs goes to stderr, ours and COMMAND's to the real one.
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(os.dup(stdout), "w")
+    return asyncio.run(_main(held, list(command_line), stdout, wanted))
+
+
+async def _main(held: Any, argv: list[str], stdout: int, wanted: dict[str, Any]) -> int:
+    from legorl.commands.serve.cores import split_cores
+    from legorl.commands.serve.launch import make_llm_dir, run_command, serving
+    from legorl.commands.serve.server import Server
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    mine, free = split_cores(wanted["cores"], wanted["engine"])
+    engine = await _until(_engine(held, mine, wanted), stop)
+    if engine is None:
+        return 0
+    llm_dir = make_llm_dir()
+    try:
+        server = Server(engine, held, llm_dir, free)
+        if server.template.fault:
+            say(f"lego-serve: this chat template cannot be bridged ({server.template.fault}); every turn is rendered in full")
+        await asyncio.to_thread(lambda: held.digest)
+        port = wanted["port"] if wanted["port"] is not None else (0 if argv else None)
+        async with serving(server, port) as (control, bound):
+            if argv:
+                assert bound is not None
+                code = await _until(run_command(server, argv, control, bound, stdout), stop)
+                if server.failed:
+                    raise Failure(f"the engine failed: {server.failed}")
+                return 0 if code is None else code
+            emit(str(control))
+            if bound:
+                say(f"lego-serve: API on http://127.0.0.1:{bound}/v1 (open a session on the control socket for a key)")
+            while not stop.is_set() and not server.failed:
+                await _until(asyncio.sleep(0.5), stop)
+            if server.failed:
+                raise Failure(f"the engine failed: {server.failed}")
+            return 0
+    finally:
+        shutil.rmtree(llm_dir, ignore_errors=True)
+        await engine.close()
+
+
+async def _engine(held: Any, cores: list[int], wanted: dict[str, Any]) -> Any:
+    kind, context = wanted["engine"], wanted["context"]
+    if kind == "script":
+        from legorl.commands.serve.script_engine import ScriptEngine, read_script
+
+        return ScriptEngine(held.folder, held.version, read_script(wanted["script"]), context)
+    if kind == "torch":
+        from legorl.commands.serve.torch_engine import TorchEngine
+
+        return await asyncio.to_thread(TorchEngine, held.folder, held.version, context, wanted["dtype"] or "float32")
+    from legorl.commands.serve.vllm_engine import VllmEngine
+
+    return await VllmEngine.start(
+        held.folder,
+        held.version,
+        context=context,
+        sequences=wanted["sequences"],
+        kv_bytes=int(wanted["kv_gib"] * (1 << 30)),
+        dtype=wanted["dtype"],
+        cores=cores,
+    )
+
+
+async def _until(work: Any, stop: asyncio.Event) -> Any:
+    """Await `work`, or None as soon as `stop` is set (then `work` is cancelled and waited for)."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait([task])
+        return None
+    finally:
+        stopped.cancel()

@@ -1,0 +1,54 @@
+"""Sampled ids to text, piece by piece: whole characters only, nothing of a stop string.
+
+Special tokens are left out of the text unless the model writes tool calls with them; a character that spans several
+tokens is held back until it is whole; text that could be the start of a stop string is held back until it is not.
+"""
+
+from typing import Any
+
+
+class Detokenizer:
+    """`push` ids as they arrive; it returns the text that may be shown now."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()):
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._ids: list[int] = []
+        self._read = 0  # ids whose text is final
+        self._held = ""
+        self._stopped = False
+
+    def push(self, ids: list[int], last: bool = False) -> str:
+        """Return new text; `last` releases whatever was held back (an unfinished character becomes U+FFFD)."""
+        self._ids += ids
+        self._held += self._decode(last)
+        return self._release(last)
+
+    def _decode(self, last: bool) -> str:
+        # Decoding from a few ids back keeps the spaces that some tokenizers put only between words.
+        start = max(0, self._read - 4)
+        before = self._tokenizer.decode(self._ids[start : self._read], skip_special_tokens=True)
+        whole = self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        if whole.endswith("\ufffd") and not last:
+            return ""
+        self._read = len(self._ids)
+        return whole[len(before) :]
+
+    def _release(self, last: bool) -> str:
+        if self._stopped:
+            self._held = ""
+            return ""
+        cuts = [self._held.index(s) for s in self._stop if s in self._held]
+        if cuts:
+            self._stopped = True
+            piece, self._held = self._held[: min(cuts)], ""
+            return piece
+        keep = 0 if last else max((_overlap(self._held, s) for s in self._stop), default=0)
+        piece = self._held[: len(self._held) - keep]
+        self._held = self._held[len(piece) :]
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

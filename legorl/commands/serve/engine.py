@@ -1,0 +1,74 @@
+"""The engine seam: what lego-serve asks of whatever samples tokens. A structural type, three implementations.
+
+`generate` yields deltas as tokens are sampled. Ids and log-probabilities are those of the distribution sampled from
+(after temperature and every other processor), and each delta belongs to exactly one policy version. Sampled end tokens
+and tokens behind a stop string are part of the stream: nothing that was sampled is hidden.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class EngineError(Exception):
+    """The engine failed; sessions that depend on it are lost (blame infra)."""
+
+
+class ContextOverflow(Exception):
+    """The prompt leaves no room for one more token."""
+
+
+class Unsupported(Exception):
+    """This engine cannot do what was asked, and says so instead of doing something else."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one turn is sampled. `max_tokens` counts sampled tokens; `stop` are strings."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def support(self) -> str:
+        """Which support the log-probabilities are over: `full` is what the trainer can reproduce."""
+        if self.temperature == 0:
+            return "greedy"
+        return "full" if self.top_p >= 1 else "top_p"
+
+
+@dataclass
+class Delta:
+    """Newly sampled tokens. `finish` is set on the last delta: stop (end token or stop string), length or abort."""
+
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish: str | None = None
+    cached_tokens: int | None = None  # prompt tokens that came from the prefix cache; on the first delta
+    support: str | None = None  # where the engine knows better than the request
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    name: str
+    context: int  # most tokens of prompt and completion together
+    cores: list[int] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    tokenizer: Any  # transformers tokenizer of the model folder
+
+    def info(self) -> EngineInfo: ...
+
+    def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def load_weights(self, folder: Path, version: int) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,77 @@
+"""Messages as every protocol's conversation is reduced to, and what counts as the same message.
+
+A canonical message is a dictionary: role (system, user, assistant, tool), content (text), and for assistants
+`reasoning` and `tool_calls` [{id, name, arguments (JSON text)}], for tools `tool_call_id`. Harnesses echo our answers
+after harmless transformations: key order, compact JSON, ASCII escapes, a string or a list of blocks, moved cache
+markers, stripped white space, dropped reasoning. Those are the same message; anything else is another one.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class BadRequest(Exception):
+    """The request is not one this server can answer; the message is for the harness, `code` for its error type."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error"):
+        super().__init__(message)
+        self.code = code
+
+
+def text_of(content: Any) -> str:
+    """Flatten a string, None or a list of text blocks; raise BadRequest for images, audio and files."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        raise BadRequest("message content must be a string or a list of blocks")
+    parts = []
+    for block in content:
+        if isinstance(block, str):
+            parts.append(block)
+        elif isinstance(block, dict) and isinstance(block.get("text"), str):
+            parts.append(block["text"])
+        elif isinstance(block, dict) and isinstance(block.get("refusal"), str):
+            parts.append(block["refusal"])
+        else:
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise BadRequest(f"content of type {kind!r} is not supported: this model reads text only")
+    return "".join(parts)
+
+
+def digest(*parts: Any) -> str:
+    """Digest of JSON-able values, independent of key order."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def arguments_key(arguments: str) -> Any:
+    """Parsed JSON where it parses (so key order, spacing and escapes do not matter), else the text itself."""
+    try:
+        return json.loads(arguments)
+    except (json.JSONDecodeError, TypeError):
+        return arguments
+
+
+def message_key(message: Message) -> list[Any]:
+    """What must agree for two messages to be the same: reasoning and outer white space do not count."""
+    calls = [[c["id"], c["name"], arguments_key(c["arguments"])] for c in message.get("tool_calls") or []]
+    return [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
+
+
+def same_answer(echo: Message, answer: Message) -> bool:
+    """True if `echo` is `answer` after harmless transformations only."""
+    if echo["role"] != "assistant" or message_key(echo) != message_key(answer):
+        return False
+    reasoning = (echo.get("reasoning") or "").strip()
+    return not reasoning or reasoning == (answer.get("reasoning") or "").strip()
+
+
+def call_ids(message: Message) -> set[str]:
+    return {c["id"] for c in message.get("tool_calls") or []}

@@ -1,0 +1,395 @@
+"""One session: an attempt's conversation tree as it grows, and how each request finds its place in it.
+
+A request is matched to what is known by a chain of digests over its messages. Where an assistant message is the answer
+of a recorded turn (after harmless transformations), the chain goes on from that turn, so that the next request is
+answered from the turn's own tokens: prompt = path of the turn + bridge over the new messages. Where the harness changed
+anything, nothing matches from there on, and what it sent is rendered as it is: its edits are never undone.
+
+Each turn samples once. Handlers follow a turn (`Turn.follow`); a request repeated while it runs, or after an answer
+that did not arrive, follows the recorded turn instead of sampling again. The same request after a complete delivery is
+a new sample: the harness rejecting an answer is a consequence of the action.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from legorl import tree
+from legorl.commands.serve import tools as toolformat
+from legorl.commands.serve.detokenize import Detokenizer
+from legorl.commands.serve.engine import ContextOverflow, Engine, EngineError, Sampling
+from legorl.commands.serve.messages import BadRequest, Message, call_ids, digest, message_key, same_answer
+from legorl.commands.serve.render import Template
+from legorl.control import SessionRequest
+
+
+class BudgetSpent(Exception):
+    """The session has used up `which` (turns, tokens): its harness is to stop."""
+
+    def __init__(self, which: str):
+        super().__init__(f"this session's budget of {which} is spent")
+        self.which = which
+
+
+class SessionClosed(Exception):
+    """The session ended while the request waited."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One model request, whatever protocol it came in by."""
+
+    protocol: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    requested: dict[str, Any]  # sampling as the harness asked
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    streamed: bool = False
+    retry: bool = False  # the client says that it sends this request again
+    user_agent: str = ""
+
+
+@dataclass
+class Turn:
+    """One LLM call: its place in the tree, what is being sampled, and who waits for it."""
+
+    node: tree.Node
+    cause: str
+    request: Request
+    digest: str
+    sampling: Sampling
+    new_messages: list[Message]
+    tools_changed: bool
+    foreign: bool
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[dict[str, int]] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    support: str = ""
+    finish: str | None = None
+    error: Exception | None = None
+    delivered: bool = False
+    closed_itself: bool = False  # its last sampled token is the template's end token
+    calls: list[toolformat.ToolCall] = field(default_factory=list)
+    answer: Message | None = None
+    queue_s: float = 0.0
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    cached_tokens: int | None = None
+    drops: list[dict[str, Any]] = field(default_factory=list)
+    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    async def follow(self) -> AsyncIterator[str]:
+        """Yield the answer's text as it is sampled, from its beginning. Raises what ended the turn badly."""
+        sent = 0
+        while True:
+            async with self.moved:
+                await self.moved.wait_for(lambda: len(self.pieces) > sent or self.done)
+            while sent < len(self.pieces):
+                yield self.pieces[sent]
+                sent += 1
+            if self.done:
+                if self.error:
+                    raise self.error
+                return
+
+
+class Session:
+    """The turns of one attempt. `key` is the harness's API key; `events` feeds the control connection."""
+
+    def __init__(self, request: SessionRequest, engine: Engine, template: Template):
+        self.request = request
+        self.id = secrets.token_hex(8)
+        self.key = secrets.token_urlsafe(32)
+        self.turns: list[Turn] = []
+        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.overflow = False
+        self.closed = False
+        self._engine, self._template = engine, template
+        self._tasks: set[asyncio.Task] = set()
+        self._last_tools: str | None = None
+        self._side = [re.compile(p) for p in request.side_patterns]
+        self._agent = re.compile(request.user_agent) if request.user_agent else None
+
+    # -- what a request is answered from ---------------------------------------------------------------------------
+
+    def open_turn(self, request: Request) -> Turn:
+        """Find the request's place and return the turn that answers it: a recorded one, or a new one (not sampled yet).
+
+        Raises BudgetSpent, BadRequest, ContextOverflow, SessionClosed.
+        """
+        if self.closed:
+            raise SessionClosed
+        chain, base, at = self._match(request)
+        known = [t for t in self.turns if t.digest == chain]
+        if known and (not known[-1].done or (not known[-1].delivered and not known[-1].error) or (request.retry and not known[-1].error)):
+            return known[-1]
+        self._check_budget()
+        resample = sum(1 for t in known if not t.error)
+        prompt = self._prompt(request, base, at)
+        parent, prefix_len = tree.place([t.node for t in self.turns], prompt)
+        index = len(self.turns)
+        limit = self._engine.info().context - len(prompt)
+        if limit < 1:
+            self.overflow = True
+            raise ContextOverflow
+        node = tree.Node(index, parent, prefix_len, prompt[prefix_len:], tree.ids([]))
+        tools_digest = digest(request.tools)
+        turn = Turn(
+            node=node,
+            cause=self._cause(request, base, parent, prefix_len, resample),
+            request=request,
+            digest=chain,
+            sampling=self._sampling(request, index, resample, limit),
+            new_messages=request.messages[at + 1 :] if base else request.messages,
+            tools_changed=tools_digest != self._last_tools,
+            foreign=bool(self._agent and not self._agent.search(request.user_agent)),
+        )
+        self._last_tools = tools_digest
+        self.turns.append(turn)
+        self.events.put_nowait({"event": "begin"})
+        task = asyncio.create_task(self._sample(turn, prompt.tolist()))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return turn
+
+    def _match(self, request: Request) -> tuple[str, Turn | None, int]:
+        """Return (digest of the request, last turn it continues exactly, index of that turn's answer in it)."""
+        chain = digest("tools", request.tools, request.stop)
+        base, at = None, -1
+        for position, message in enumerate(request.messages):
+            if message["role"] == "assistant":
+                turn = self._answered(chain, message)
+                if turn:
+                    chain, base, at = digest(chain, "turn", turn.node.index), turn, position
+                    continue
+            chain = digest(chain, message_key(message))
+        return chain, base, at
+
+    def _answered(self, chain: str, message: Message) -> Turn | None:
+        for turn in reversed(self.turns):
+            if turn.digest == chain and turn.answer and same_answer(message, turn.answer):
+                return turn
+        return None
+
+    def _prompt(self, request: Request, base: Turn | None, at: int) -> Any:
+        if base is None or self._template.fault:
+            return tree.ids(self._template.full(request.messages, request.tools))
+        bridge = self._template.bridge(request.messages, at, request.tools, base.closed_itself)
+        path = tree.path_ids([t.node for t in self.turns], base.node.index)
+        return tree.ids([*path.tolist(), *bridge])
+
+    def _cause(self, request: Request, base: Turn | None, parent: int, prefix_len: int, resample: int) -> str:
+        first = next((m["content"] for m in request.messages if m["role"] in ("system", "user")), "")
+        if any(p.search(first) for p in self._side):
+            return "side"
+        if resample:
+            return "resample"
+        structural = tree.cause_of([t.node for t in self.turns], parent, prefix_len)
+        if structural == "extend" and not self.turns[parent].done:
+            structural = "rewrite"  # a parallel request: the parent's answer is still being sampled
+        if structural != "rewrite":
+            return structural
+        known = {i for t in self.turns if t.answer for i in call_ids(t.answer)}
+        named = {i for m in request.messages for i in [*call_ids(m), m.get("tool_call_id")] if i}
+        return "edited" if named & known and (base is None or base.node.index != parent) else "rewrite"
+
+    def _sampling(self, request: Request, index: int, resample: int, room: int) -> Sampling:
+        wanted = self.request
+        tokens = min(wanted.turn_tokens, request.max_tokens or wanted.turn_tokens, room)
+        if wanted.max_tokens is not None:
+            tokens = min(tokens, wanted.max_tokens - self.tokens)
+        seed = hashlib.sha256(f"{wanted.seed}|{wanted.attempt_id}|{index}|{resample}".encode()).digest()
+        return Sampling(wanted.temperature, wanted.top_p, max(1, tokens), request.stop, int.from_bytes(seed[:8], "big"))
+
+    def _check_budget(self) -> None:
+        spent = None
+        if self.request.max_turns is not None and len(self.turns) >= self.request.max_turns:
+            spent = "turns"
+        elif self.request.max_tokens is not None and self.tokens >= self.request.max_tokens:
+            spent = "tokens"
+        if spent:
+            self.events.put_nowait({"event": "budget", "which": spent})
+            raise BudgetSpent(spent)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def _sample(self, turn: Turn, prompt: list[int]) -> None:
+        try:
+            await self._run(turn, prompt)
+        except ContextOverflow as error:
+            self.overflow, turn.error = True, error
+        except asyncio.CancelledError:
+            self._drop(turn, "cut")
+            turn.error = SessionClosed()
+        except Exception as error:
+            self._drop(turn, "cut")
+            turn.error = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            self.events.put_nowait({"event": "lost", "detail": str(turn.error)})
+        turn.node.completion_ids = tree.ids(turn.ids)
+        async with turn.moved:
+            turn.moved.notify_all()
+        self.events.put_nowait(
+            {"event": "turn", "turns": len(self.turns), "tokens": self.tokens, "engine_s": self.engine_s, "queue_s": self.queue_s}
+        )
+
+    async def _run(self, turn: Turn, prompt: list[int]) -> None:
+        words = Detokenizer(self._engine.tokenizer, turn.sampling.stop)
+        asked = time.monotonic()
+        await self.gate()
+        begun, first = time.monotonic(), None
+        turn.queue_s = begun - asked
+        turn.support = turn.sampling.support
+        finish = None
+        try:
+            async for delta in self._engine.generate(f"{self.id}/{turn.node.index}", prompt, turn.sampling):
+                first = first or time.monotonic()
+                turn.ids += delta.ids
+                turn.logprobs += delta.logprobs
+                turn.support = delta.support or turn.support
+                self._note_version(turn, delta.version, len(delta.ids))
+                if delta.cached_tokens is not None and turn.cached_tokens is None:
+                    turn.cached_tokens = delta.cached_tokens
+                piece = words.push(delta.ids, last=delta.finish is not None)
+                if piece:
+                    async with turn.moved:
+                        turn.pieces.append(piece)
+                        turn.moved.notify_all()
+                finish = delta.finish
+        finally:
+            self.leave()
+            turn.node.completion_ids = tree.ids(turn.ids)
+        ended = time.monotonic()
+        turn.prefill_s = (first or ended) - begun
+        turn.decode_s = ended - (first or ended)
+        self._finish(turn, finish or "abort")
+
+    def _finish(self, turn: Turn, finish: str) -> None:
+        content, turn.calls = toolformat.parse(turn.text, turn.request.tools)
+        valid = [c for c in turn.calls if c.valid] if all(c.valid for c in turn.calls) else []
+        turn.answer = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in valid],
+        }
+        turn.closed_itself = bool(turn.ids) and turn.ids[-1] == self._template.end_id
+        if finish == "abort":
+            self._drop(turn, "cut")
+        if turn.support != "full":
+            self._drop(turn, "support")
+        if turn.cause == "side":
+            self._drop(turn, "side")
+        if turn.foreign:
+            self._drop(turn, "foreign")
+        turn.finish = finish
+
+    @staticmethod
+    def _drop(turn: Turn, reason: str) -> None:
+        if turn.ids and not turn.drops:
+            turn.drops.append({"start": 0, "length": len(turn.ids), "reason": reason})
+
+    @staticmethod
+    def _note_version(turn: Turn, version: int, count: int) -> None:
+        if not count:
+            return
+        if turn.versions and turn.versions[-1]["version"] == version:
+            turn.versions[-1]["length"] += count
+        else:
+            turn.versions.append({"start": len(turn.ids) - count, "length": count, "version": version})
+
+    async def gate(self) -> None:
+        """Wait until the engine takes turns; the server replaces this with its own gate."""
+
+    def leave(self) -> None:
+        """The turn no longer uses the engine."""
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(t.ids) for t in self.turns)
+
+    @property
+    def engine_s(self) -> float:
+        return sum((t.prefill_s or 0.0) + (t.decode_s or 0.0) for t in self.turns)
+
+    @property
+    def queue_s(self) -> float:
+        return sum(t.queue_s for t in self.turns)
+
+    async def close(self) -> None:
+        """End the session: running turns are cut, waiting handlers get SessionClosed."""
+        self.closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        for task in list(self._tasks):
+            await asyncio.wait([task])
+        self.events.put_nowait(None)
+
+    def record(self) -> list[dict[str, Any]]:
+        """The turns as rows of schema.TURN."""
+        return [_row(t) for t in self.turns]
+
+
+def _row(turn: Turn) -> dict[str, Any]:
+    request = turn.request
+    return {
+        "index": turn.node.index,
+        "parent": turn.node.parent,
+        "prefix_len": turn.node.prefix_len,
+        "cause": turn.cause,
+        "context_ids": turn.node.context_ids,
+        "completion_ids": turn.ids,
+        "logprobs": turn.logprobs,
+        "temperature": turn.sampling.temperature,
+        "support": turn.support or turn.sampling.support,
+        "versions": turn.versions,
+        "routing": None,
+        "request_id": turn.id,
+        "request_digest": turn.digest,
+        "protocol": request.protocol,
+        "streamed": request.streamed,
+        "delivered": turn.delivered,
+        "requested": json.dumps(request.requested, sort_keys=True),
+        "applied": json.dumps(vars(turn.sampling), default=list, sort_keys=True),
+        "finish_reason": turn.finish or "error",
+        "stop_token_sampled": turn.closed_itself,
+        "tool_calls": [vars(c) for c in turn.calls],
+        "text": turn.text,
+        "reasoning": None,
+        "messages": json.dumps(turn.new_messages, ensure_ascii=False),
+        "tools": json.dumps(request.tools, ensure_ascii=False) if turn.tools_changed else None,
+        "started_at": turn.started_at,
+        "queue_s": turn.queue_s,
+        "prefill_s": turn.prefill_s,
+        "decode_s": turn.decode_s,
+        "cached_tokens": turn.cached_tokens,
+        "foreign": turn.foreign,
+        "drops": turn.drops,
+    }
+
+
+def reject_unanswerable(request: Request) -> None:
+    """Raise BadRequest for a conversation that no model could answer."""
+    if not request.messages:
+        raise BadRequest("messages must not be empty")
+    if request.messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message must not be the assistant's: continuing a given answer is not supported")

@@ -1,0 +1,126 @@
+"""The plain reference engine on transformers: one request at a time, small and slow, exact log-probabilities.
+
+It is the referee: `lego-inspect verify` and the tests compare every other engine with it. One thread computes; each
+turn is prefilled from scratch (no cache survives a turn), so new weights need no cache to be cleared.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from legorl.commands.serve.engine import ContextOverflow, Delta, EngineInfo, Sampling
+
+
+class TorchEngine:
+    def __init__(self, folder: Path, version: int, context: int | None, dtype: str):
+        from transformers import AutoTokenizer
+
+        from legorl.model import load_model
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.version = version
+        self._dtype = dtype
+        self._model: Any = load_model(folder, dtype)
+        self._model.eval()
+        limit = int(getattr(self._model.config, "max_position_embeddings", 8192))
+        self._context = min(context or limit, limit)
+        ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
+        ends = ends if ends is not None else self.tokenizer.eos_token_id
+        self._ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
+        self._turn = asyncio.Lock()
+        self._stopped: set[str] = set()
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("torch", self._context)
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]:
+        if len(prompt_ids) >= self._context:
+            raise ContextOverflow
+        loop = asyncio.get_running_loop()
+        stream: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+        async with self._turn:
+
+            def tell(item: Delta | BaseException) -> None:
+                loop.call_soon_threadsafe(stream.put_nowait, item)
+
+            def work() -> None:
+                try:
+                    self._sample(request_id, prompt_ids, sampling, tell)
+                except BaseException as error:
+                    tell(error)
+
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            try:
+                while True:
+                    delta = await stream.get()
+                    if isinstance(delta, BaseException):
+                        raise delta
+                    yield delta
+                    if delta.finish:
+                        return
+            finally:
+                self._stopped.add(request_id)
+                await asyncio.to_thread(thread.join)
+                self._stopped.discard(request_id)
+
+    def _sample(self, request_id: str, prompt_ids: list[int], sampling: Sampling, tell: Any) -> None:
+        import torch
+
+        random = torch.Generator().manual_seed(sampling.seed & 0x7FFFFFFF)
+        room = min(sampling.max_tokens, self._context - len(prompt_ids))
+        done: list[int] = []
+        feed, cache = torch.tensor([prompt_ids]), None
+        with torch.inference_mode():
+            for position in range(room):
+                if request_id in self._stopped:
+                    tell(Delta([], [], self.version, "abort"))
+                    return
+                out = self._model(input_ids=feed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = out.past_key_values
+                token, value = draw(out.logits[0, -1].float(), sampling, random)
+                done.append(token)
+                text = self.tokenizer.decode(done) if sampling.stop else ""
+                ended = token in self._ends or any(s in text for s in sampling.stop)
+                finish = "stop" if ended else "length" if position + 1 == room else None
+                tell(Delta([token], [value], self.version, finish, cached_tokens=0))
+                if finish:
+                    return
+                feed = torch.tensor([[token]])
+
+    async def abort(self, request_id: str) -> None:
+        self._stopped.add(request_id)
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        from legorl.model import load_model
+
+        async with self._turn:
+            self._model = await asyncio.to_thread(load_model, folder, self._dtype)
+            self._model.eval()
+            self.version = version
+
+    async def close(self) -> None:
+        pass
+
+
+def draw(logits: Any, sampling: Sampling, random: Any) -> tuple[int, float]:
+    """Draw one token from `logits` (float32, [vocabulary]); return it and its log-probability where it was drawn.
+
+    Temperature first, then top-p, as vLLM orders them. Temperature 0 takes the maximum and gives the log-probability
+    in the model's own distribution.
+    """
+    import torch
+
+    if sampling.temperature == 0:
+        values = torch.log_softmax(logits, -1)
+        token = int(values.argmax())
+        return token, float(values[token])
+    values = torch.log_softmax(logits / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        ordered, places = values.sort(descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        values = values.index_fill(0, places[before >= sampling.top_p], float("-inf")).log_softmax(-1)
+    token = int(torch.multinomial(values.exp(), 1, generator=random))
+    return token, float(values[token])
