@@ -1,0 +1,189 @@
+"""A coding-agent harness as one TOML file: read it, install it once, fill in its command line.
+
+    harness = load_harness("mini-swe-agent:small"); harness.check_installed()
+    launch = harness.launch({"task": ..., "key": ..., ...})   # argv, env, files; harness.mounts goes into the Spec
+
+A harness is used as its authors released it. Its file (legorl/harnesses/NAME.toml, or any path) says which release, how
+to install it, and how to start it against an OpenAI-like API; docs/harnesses.md explains every key. `NAME:PRESET`
+overrides the command line, the environment or the files of the plain form.
+
+An installed harness is one folder in the cache, mounted read-only at /opt/h: `site/` (Python packages for the sandbox's
+python3), `node_modules/` and `node/bin/node`. Python packages are compiled here, because a read-only mount cannot keep
+the bytecode and some harnesses import for ten seconds without it.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legorl import paths
+
+BUILT_IN = Path(__file__).parent.parent / "harnesses"
+MOUNT = "/opt/h"
+BASE_URL = "http://127.0.0.1:8400"
+RECORD = "installed.json"
+PROTOCOLS = ("openai-chat", "openai-responses", "anthropic")
+FIELDS = ("task", "base_url", "key", "model", "home", "max_turns", "turn_tokens", "context")
+# A field is {name} alone: {{name}} is left to the harness's own templates, other braces are JSON.
+_FIELD = re.compile(r"(?<!\{)\{(" + "|".join(FIELDS) + r")\}(?!\})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_KEYS = {"name", "version", "protocol", "user_agent", "side_patterns", "about", "install", "run", "presets"}
+_RUN_KEYS = {"argv", "env", "files", "about"}
+_INSTALL_KEYS = {"pip", "npm", "node"}
+
+
+class HarnessError(Exception):
+    """A harness file is wrong, or the harness is not installed; the message says how to mend it."""
+
+
+@dataclass(frozen=True)
+class Install:
+    """What to install: exact Python packages (nothing else gets in), npm packages, the release of Node.js."""
+
+    pip: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
+    node: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.pip or self.npm or self.node)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A started harness: its argv, environment, and the files it finds (absolute path in the sandbox -> text)."""
+
+    argv: list[str]
+    env: dict[str, str]
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A harness file with one preset applied. `label` is NAME or NAME:PRESET."""
+
+    name: str
+    version: str
+    protocol: str
+    preset: str
+    digest: str  # of the file and the preset's name
+    user_agent: str
+    side_patterns: tuple[str, ...]
+    install: Install
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    files: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}:{self.preset}" if self.preset else self.name
+
+    @property
+    def folder(self) -> Path:
+        return paths.cache_dir() / "harness" / f"{self.name}-{self.version}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether exactly what the file asks for is installed."""
+        record = self.folder / RECORD
+        return self.install.empty or (record.is_file() and json.loads(record.read_text()) == wanted(self.install))
+
+    def check_installed(self) -> None:
+        """Raise HarnessError unless the harness is ready to mount."""
+        if not self.installed:
+            raise HarnessError(
+                f"harness {self.name} {self.version} is not installed; "
+                f"run: python -m legorl.harness install {self.name}   (or: make setup)"
+            )
+
+    @property
+    def mounts(self) -> tuple[tuple[Path, str], ...]:
+        """Read-only mounts of the sandbox: (folder here, path there)."""
+        return () if self.install.empty else ((self.folder, MOUNT),)
+
+    def launch(self, values: dict[str, Any]) -> Launch:
+        """Fill in the templates. `values` gives every name of FIELDS; None becomes 0 (for limits: no limit)."""
+        texts = {k: "0" if v is None else str(v) for k, v in values.items()}
+
+        def fill(template: str) -> str:
+            return _FIELD.sub(lambda found: texts[found[1]], template)
+
+        return Launch(
+            [fill(a) for a in self.argv],
+            {k: fill(v) for k, v in self.env.items()},
+            {fill(k): fill(v) for k, v in self.files.items()},
+        )
+
+
+def wanted(install: Install) -> dict[str, Any]:
+    """What the record of a finished installation must say."""
+    return {"pip": list(install.pip), "npm": list(install.npm), "node": install.node}
+
+
+def built_in() -> list[str]:
+    """Names of the harness files that come with legorl."""
+    return sorted(p.stem for p in BUILT_IN.glob("*.toml"))
+
+
+def load_harness(spec: str) -> Harness:
+    """Read the harness `spec`: NAME, NAME:PRESET, or the path of a .toml file, with :PRESET or without.
+
+    Raises HarnessError for an unknown name or preset, or a file that is wrong.
+    """
+    name, _, preset = spec.partition(":")
+    preset = "" if preset == "default" else preset
+    path = Path(name) if name.endswith(".toml") else BUILT_IN / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(built_in())
+        raise HarnessError(f"no harness {name!r}; known: {known}; or give the path of a .toml file (docs/harnesses.md)")
+    raw = path.read_bytes()
+    try:
+        data = tomllib.loads(raw.decode())
+        return _build(path, data, preset, hashlib.sha256(raw + b"\0" + preset.encode()).hexdigest()[:16])
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HarnessError(f"{path}: {error}") from error
+    except KeyError as error:
+        raise HarnessError(f"{path}: no key {error}") from error
+
+
+def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harness:
+    presets = data.get("presets", {})
+    for where, table, keys in (
+        ("", data, _KEYS),
+        ("install: ", data.get("install", {}), _INSTALL_KEYS),
+        ("run: ", data["run"], _RUN_KEYS),
+        *((f"presets.{n}: ", t, _RUN_KEYS) for n, t in presets.items()),
+    ):
+        unknown = sorted(set(table) - keys)
+        if unknown:
+            raise HarnessError(f"{path}: {where}unknown key {unknown[0]!r}; known: {', '.join(sorted(keys))}")
+    if preset and preset not in presets:
+        raise HarnessError(f"{path}: no preset {preset!r}; known: {', '.join(['default', *sorted(presets)])}")
+    if not _NAME.fullmatch(data["name"]):
+        raise HarnessError(f"{path}: name {data['name']!r} may hold only letters, digits, '.', '_' and '-'")
+    if data["protocol"] not in PROTOCOLS:
+        raise HarnessError(f"{path}: protocol {data['protocol']!r} is none of {', '.join(PROTOCOLS)}")
+    for pattern in [data.get("user_agent", ""), *data.get("side_patterns", ())]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise HarnessError(f"{path}: {pattern!r} is not a regular expression ({error})") from error
+    base, change = data["run"], presets.get(preset, {})
+    install = data.get("install", {})
+    return Harness(
+        name=data["name"],
+        version=data["version"],
+        protocol=data["protocol"],
+        preset=preset,
+        digest=digest,
+        user_agent=data.get("user_agent", ""),
+        side_patterns=tuple(data.get("side_patterns", ())),
+        install=Install(tuple(install.get("pip", ())), tuple(install.get("npm", ())), install.get("node", "")),
+        argv=tuple(change.get("argv", base["argv"])),
+        env={**base.get("env", {}), **change.get("env", {})},
+        files={**base.get("files", {}), **change.get("files", {})},
+    )
