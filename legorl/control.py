@@ -75,6 +75,7 @@ class SessionState:
     queue_s: float = 0.0
     running: int = 0  # turns that wait for the engine or run now
     busy_since: float | None = None  # time.monotonic() since when at least one does
+    busy_s: float = 0.0  # seconds in which at least one did, the present stretch left out
     budget: str | None = None  # `turns`, `tokens` once that budget is spent
     lost: str | None = None  # why the engine cannot serve this session any more
 
@@ -105,11 +106,13 @@ class Session:
         self.key = key
         self.state = SessionState()
         self.changed = asyncio.Event()
+        self._closing = False
 
     async def close(self) -> Closed:
         """Close the session and return what it recorded. Raises ServeError if the server is gone."""
         import pyarrow as pa
 
+        self._closing = True
         try:
             reply = await self._client.post(f"/sessions/{self.id}/close", timeout=120)
         except httpx.HTTPError as error:
@@ -129,8 +132,10 @@ class Session:
                     state.running += 1
                     state.busy_since = state.busy_since or time.monotonic()
                 elif event["event"] == "turn":
-                    state.running = max(0, state.running - 1)
-                    state.busy_since = None if not state.running else state.busy_since
+                    state.running -= 1
+                    if not state.running and state.busy_since is not None:
+                        state.busy_s += time.monotonic() - state.busy_since
+                        state.busy_since = None
                     state.turns, state.tokens = event["turns"], event["tokens"]
                     state.engine_s, state.queue_s = event["engine_s"], event["queue_s"]
                 elif event["event"] == "budget":
@@ -139,7 +144,13 @@ class Session:
                     state.lost = event["detail"]
                 self.changed.set()
         except httpx.HTTPError as error:
-            self.state.lost = f"the control connection broke: {error!r}"
+            self._ended(f"the control connection broke: {error!r}")
+        else:
+            self._ended("lego-serve ended the session")
+
+    def _ended(self, detail: str) -> None:
+        if not self._closing:
+            self.state.lost = self.state.lost or detail
             self.changed.set()
 
 

@@ -27,6 +27,7 @@ BLAME: dict[str, Blame] = {
     "patch_unusable": "model",
     # Ours: seen from outside the container.
     "sandbox_setup_failed": "infra",
+    "sandbox_lost": "infra",
     "engine_lost": "infra",
     "weights_lost": "infra",
     "capture_incomplete": "infra",
