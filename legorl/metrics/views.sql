@@ -24,7 +24,7 @@ select
     t.context_ids, t.completion_ids, t.logprobs, t.temperature, t.support, t.versions,
     t.request_id, t.request_digest, t.protocol, t.streamed, t.delivered, t.requested, t.applied,
     t.finish_reason, t.stop_token_sampled, t.tool_calls, t.text, t.reasoning, t.messages, t.tools,
-    t.started_at, t.queue_s, t.prefill_s, t.decode_s, t.cached_tokens, t."foreign", t.drops
+    t.started_at, t.queue_s, t.prefill_s, t.decode_s, t.cached_tokens, t."foreign", t.drops, t.routing
 from unnested;
 
 create view tokens as
