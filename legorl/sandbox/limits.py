@@ -1,0 +1,265 @@
+"""Limits on memory, processes and CPU of one sandbox, and the evidence of who ran into them, read from outside.
+
+Rootless Podman silently ignores its limit flags on cgroup v1, and a service user has no delegated cgroups on v2, so
+root makes the cgroups itself ("outer"): Podman starts the container, and before any code of an agent runs in it, its
+processes (init and supervisor) are moved into LEGORL/NAME; what they start later is born there. Conmon and the Podman
+client stay outside, so the figures are the container's own. A plain user on cgroup v2 uses Podman's flags ("native").
+
+The memory limit is the task's memory plus the size of every tmpfs, because tmpfs pages are charged to the cgroup too:
+a full disk then never looks like a full memory.
+"""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from legorl import paths
+from legorl.sandbox.errors import LimitsError
+from legorl.task import Limits
+
+CGROUPS = Path("/sys/fs/cgroup")
+PARENT = "legorl"
+TMP_MB = 64  # /tmp
+HOME_MB = 64  # /home/agent
+SHM_MB = 16  # /dev/shm
+_SERVICE_MB = 48  # supervisor, forwarder, init
+_SERVICE_PROCESSES = 6
+_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the kernel counted for one sandbox, read outside of it.
+
+    oom_kills: processes killed because the memory limit was reached; process_refusals: forks refused by the process
+    limit; memory_peak: bytes, None where the kernel does not tell.
+    """
+
+    oom_kills: int = 0
+    process_refusals: int = 0
+    memory_peak: int | None = None
+
+
+class Limiter(Protocol):
+    """How one sandbox's limits are set."""
+
+    def flags(self) -> list[str]:
+        """Return the flags for `podman run`."""
+
+    def attach(self, pids: list[int]) -> None:
+        """Put the container's first processes under the limits. Raises LimitsError."""
+
+    def evidence(self) -> Evidence:
+        """Return the counters; after `remove`, their last values."""
+
+    def remove(self) -> None:
+        """Kill what is left and remove the cgroups."""
+
+
+def memory_bytes(limits: Limits) -> int:
+    """Return the memory limit of a sandbox in bytes: the task's memory and everything that a tmpfs may hold."""
+    return (limits.memory_mb + limits.disk_mb + TMP_MB + HOME_MB + SHM_MB + _SERVICE_MB) << 20
+
+
+def process_count(limits: Limits) -> int:
+    return limits.processes + _SERVICE_PROCESSES
+
+
+def chosen() -> str:
+    """Return how limits are set on this machine, "outer" or "native" (LEGORL_LIMITS overrides). Raises LimitsError."""
+    forced = os.environ.get("LEGORL_LIMITS")
+    if forced:
+        if forced not in ("outer", "native"):
+            raise LimitsError(f"LEGORL_LIMITS={forced}: neither 'outer' nor 'native'")
+        return forced
+    if paths.is_root():
+        return "outer"
+    if _unified():
+        return "native"
+    raise LimitsError(
+        "this machine has cgroup v1, where only root can limit a sandbox: run as root, or boot with cgroup v2"
+    )
+
+
+def limiter(name: str, limits: Limits) -> Limiter:
+    """Return the limiter for a new sandbox whose cgroup shall be called `name`. Raises LimitsError."""
+    if chosen() == "native":
+        return Native(limits)
+    return OuterV2(name, limits) if _unified() else OuterV1(name, limits)
+
+
+def _unified() -> bool:
+    return (CGROUPS / "cgroup.controllers").exists()
+
+
+def _write(file: Path, value: int | str) -> None:
+    try:
+        file.write_text(f"{value}\n")
+    except OSError as error:
+        raise LimitsError(f"{file}: cannot write {value}: {error.strerror}") from error
+
+
+def _count(file: Path, key: str) -> int:
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+class _Outer:
+    """Cgroups that root makes and removes itself."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+        self._last = Evidence()
+        self._removed = False
+
+    def flags(self) -> list[str]:
+        return ["--cgroups=disabled"]
+
+    def attach(self, pids: list[int]) -> None:
+        try:
+            for folder in self._folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._limit()
+        except OSError as error:
+            raise LimitsError(f"cannot make a cgroup: {error}") from error
+        for folder in self._folders:
+            for pid in pids:
+                _write(folder / "cgroup.procs", pid)
+
+    def _limit(self) -> None:
+        raise NotImplementedError
+
+    def _read(self) -> Evidence:
+        raise NotImplementedError
+
+    def evidence(self) -> Evidence:
+        if not self._removed and self._folders[0].is_dir():
+            self._last = self._read()
+        return self._last
+
+    def remove(self) -> None:
+        self.evidence()
+        self._removed = True
+        for folder in self._folders:
+            remove_cgroup(folder)
+
+
+class OuterV1(_Outer):
+    """One folder in each v1 hierarchy."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self._limits = limits
+        self._memory, self._pids, self._cpu = (CGROUPS / c / PARENT / name for c in ("memory", "pids", "cpu"))
+        super().__init__([self._memory, self._pids, self._cpu])
+
+    def _limit(self) -> None:
+        size = memory_bytes(self._limits)
+        _write(self._memory / "memory.limit_in_bytes", size)
+        if (self._memory / "memory.memsw.limit_in_bytes").exists():
+            _write(self._memory / "memory.memsw.limit_in_bytes", size)
+        _write(self._pids / "pids.max", process_count(self._limits))
+        _write(self._cpu / "cpu.cfs_period_us", _PERIOD_US)
+        _write(self._cpu / "cpu.cfs_quota_us", int(self._limits.cpus * _PERIOD_US))
+
+    def _read(self) -> Evidence:
+        return Evidence(
+            oom_kills=_count(self._memory / "memory.oom_control", "oom_kill"),
+            process_refusals=_count(self._pids / "pids.events", "max"),
+            memory_peak=int((self._memory / "memory.max_usage_in_bytes").read_text()),
+        )
+
+
+class OuterV2(_Outer):
+    """One folder in the unified hierarchy."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self._limits = limits
+        self._folder = CGROUPS / PARENT / name
+        super().__init__([self._folder])
+
+    def _limit(self) -> None:
+        for parent in (CGROUPS, CGROUPS / PARENT):
+            _write(parent / "cgroup.subtree_control", "+memory +pids +cpu")
+        _write(self._folder / "memory.max", memory_bytes(self._limits))
+        if (self._folder / "memory.swap.max").exists():
+            _write(self._folder / "memory.swap.max", 0)
+        _write(self._folder / "pids.max", process_count(self._limits))
+        _write(self._folder / "cpu.max", f"{int(self._limits.cpus * _PERIOD_US)} {_PERIOD_US}")
+
+    def _read(self) -> Evidence:
+        return _read_v2(self._folder)
+
+
+class Native:
+    """Podman's own flags; the probe finds out whether they act."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._folder: Path | None = None
+        self._last = Evidence()
+
+    def flags(self) -> list[str]:
+        size = str(memory_bytes(self._limits))
+        pids = str(process_count(self._limits))
+        return [f"--memory={size}", f"--memory-swap={size}", f"--pids-limit={pids}", f"--cpus={self._limits.cpus:g}"]
+
+    def attach(self, pids: list[int]) -> None:
+        rows = Path(f"/proc/{pids[0]}/cgroup").read_text().splitlines()
+        path = next((row[3:] for row in rows if row.startswith("0::")), "")
+        folder = CGROUPS / path.lstrip("/")
+        if (folder / "memory.events").exists():
+            self._folder = folder
+
+    def evidence(self) -> Evidence:
+        if self._folder is not None and self._folder.is_dir():
+            try:
+                self._last = _read_v2(self._folder)
+            except FileNotFoundError:  # the container ended between the two calls: the last values stand
+                pass
+        return self._last
+
+    def remove(self) -> None:
+        self.evidence()
+        self._folder = None
+
+
+def _read_v2(folder: Path) -> Evidence:
+    peak = folder / "memory.peak"
+    return Evidence(
+        oom_kills=_count(folder / "memory.events", "oom_kill"),
+        process_refusals=_count(folder / "pids.events", "max"),
+        memory_peak=int(peak.read_text()) if peak.exists() else None,
+    )
+
+
+def remove_cgroup(folder: Path, patience_s: float = 5.0) -> None:
+    """Kill every process in `folder` and remove it; a cgroup stays busy until its last process is reaped.
+
+    Raises LimitsError if it is still busy after `patience_s`.
+    """
+    deadline = time.monotonic() + patience_s
+    while folder.is_dir():
+        try:
+            folder.rmdir()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LimitsError(f"{folder}: cannot remove the cgroup: {error.strerror}") from error
+        for line in (folder / "cgroup.procs").read_text().split():
+            try:
+                os.kill(int(line), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.02)
+
+
+def leftover_cgroups() -> list[Path]:
+    """Return every sandbox cgroup on this machine, of whatever owner."""
+    parents = [CGROUPS / PARENT] if _unified() else [CGROUPS / c / PARENT for c in ("memory", "pids", "cpu")]
+    return [folder for parent in parents if parent.is_dir() for folder in parent.iterdir() if folder.is_dir()]
