@@ -1,8 +1,5 @@
 """Inside the container: start processes as another uid, and kill every process of a uid. Standard library only."""
 
-# os calls, not pathlib: what follows a link and what does not must be plain to see, and pathlib costs start-up time.
-# ruff: noqa: PTH
-
 import contextlib
 import ctypes
 import os

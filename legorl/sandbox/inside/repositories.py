@@ -4,9 +4,6 @@ Standard library only. Git runs as the agent's user while no process of the agen
 the agent never saw, so what it left in .git, .gitattributes or any configuration does not matter.
 """
 
-# os calls, not pathlib: what follows a link and what does not must be plain to see, and pathlib costs start-up time.
-# ruff: noqa: PTH
-
 import contextlib
 import hashlib
 import os

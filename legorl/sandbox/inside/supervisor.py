@@ -6,9 +6,6 @@ process. It has one thread, and it can kill the agent without a fork, so no bomb
 Standard library only.
 """
 
-# os calls, not pathlib: what follows a link and what does not must be plain to see, and pathlib costs start-up time.
-# ruff: noqa: PTH
-
 import json
 import os
 import select

@@ -4,9 +4,6 @@ Every function here runs in a forked child of the supervisor that has already be
 of the agent is alive: what it can reach is what the agent could reach. Standard library only.
 """
 
-# os calls, not pathlib: what follows a link and what does not must be plain to see, and pathlib costs start-up time.
-# ruff: noqa: PTH
-
 import os
 import shutil
 import stat
