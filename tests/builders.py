@@ -26,8 +26,8 @@ def turn(
     index: int = 0,
     parent: int = tree.ROOT,
     prefix_len: int | None = None,
-    context_ids: Sequence[int] = (),
-    completion_ids: Sequence[int] = (),
+    context_ids: Sequence[int] | None = None,
+    completion_ids: Sequence[int] | None = None,
     logprobs: Sequence[float] | None = None,
     version: int = 0,
     **fields: Any,
@@ -36,8 +36,8 @@ def turn(
 
     `prefix_len` defaults to 5 tokens a turn, the whole path of the default parent, so that `turn(k, k - 1)` extends.
     """
-    context_ids = list(context_ids) or [100 * index + k for k in range(3)]
-    completion_ids = list(completion_ids) or [100 * index + 50 + k for k in range(2)]
+    context_ids = [100 * index + k for k in range(3)] if context_ids is None else list(context_ids)
+    completion_ids = [100 * index + 50 + k for k in range(2)] if completion_ids is None else list(completion_ids)
     if logprobs is None:
         logprobs = [-0.25 - 0.125 * k for k in range(len(completion_ids))]
     if prefix_len is None:
