@@ -1,0 +1,253 @@
+"""One training batch: every sampled token of the step as an entry of a table, with its advantage or why it has none.
+
+    batch = make_batch(rows, model_facts, max_lag=4)
+    batch.tokens.reason; batch.samples; batch.counts()
+
+An attempt is valid if its blame is `model` and it has a reward. Only valid attempts enter their group's baseline:
+
+    advantage = (reward - mean) / (std + 1e-4)      mean, std over the valid attempts of the group
+
+with the sample standard deviation (n - 1), as TRL and verl compute it. An attempt enters its baseline once and has one
+advantage, however many turns and branches it has. Attempts with blame `infra` or `task` and ungraded ones are in the
+table, under a reason, and in no mean, deviation or denominator.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from legorl import tree
+from legorl.commands.train.pack import Sample, samples_of
+from legorl.commands.train.rows import BatchError, CheckError
+
+STD_EPS = 1e-4
+TRAINED = "trained"
+# Without an advantage, but sampled by the policy in the ordinary way: good for alignment figures.
+COMPARABLE = ("no_variance", "alone")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the rows are checked against: `context` in tokens, the tokenizer's digest or None if the folder has none."""
+
+    version: int
+    digest: str
+    vocabulary: int
+    context: int | None
+    tokenizer_digest: str | None
+
+
+@dataclass
+class Tokens:
+    """One entry a sampled token. Not computed: NaN (float columns), -1 (clipped)."""
+
+    attempt: np.ndarray  # int32, index into Batch.rows
+    turn: np.ndarray  # int32
+    position: np.ndarray  # int32, within the turn's completion
+    token: np.ndarray  # int32
+    sampler: np.ndarray  # float32 log-probability where it was sampled
+    temperature: np.ndarray  # float32
+    version: np.ndarray  # int32
+    lag: np.ndarray  # int32, steps between the weights that sampled it and the loaded ones
+    reason: np.ndarray  # object (str): trained, or why not
+    advantage: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    old: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    train: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    ratio: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    weight: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    clipped: np.ndarray = field(default_factory=lambda: np.empty(0, np.int8))
+
+    def __post_init__(self) -> None:
+        for name in ("advantage", "old", "train", "ratio", "weight"):
+            setattr(self, name, np.full(len(self), np.nan, np.float32))
+        self.clipped = np.full(len(self), -1, np.int8)
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+@dataclass
+class Batch:
+    """`rows`: one an attempt, as read; `samples`: the paths that carry a target, trained or comparable."""
+
+    rows: list[dict[str, Any]]
+    tokens: Tokens
+    samples: list[Sample]
+
+    def counts(self) -> dict[str, int]:
+        """Sampled tokens by reason, `trained` among them."""
+        return dict(Counter(self.tokens.reason.tolist()))
+
+    def trained(self) -> np.ndarray:
+        return self.tokens.reason == TRAINED
+
+    def check_sums(self) -> None:
+        """Raise BatchError unless every sampled token of the rows has exactly one place in the table."""
+        sampled = sum(len(turn["completion_ids"]) for row in self.rows for turn in row["turns"])
+        places = {
+            *zip(self.tokens.attempt.tolist(), self.tokens.turn.tolist(), self.tokens.position.tolist(), strict=True)
+        }
+        if not sampled == len(places) == len(self.tokens) == sum(self.counts().values()):
+            counted = sum(self.counts().values())
+            raise BatchError(f"{sampled} tokens were sampled, but {counted} are trained or counted under a reason")
+        targets = np.concatenate([np.empty(0, np.int64), *(sample.index for sample in self.samples)])
+        wanted = np.flatnonzero(np.isin(self.tokens.reason, [TRAINED, "masked", *COMPARABLE]))
+        if not np.array_equal(np.sort(targets), wanted):
+            raise BatchError("the paths of the batch do not hold every target exactly once")
+
+
+def is_valid(row: dict[str, Any]) -> bool:
+    return row["blame"] == "model" and row["reward"] is not None
+
+
+def make_batch(rows: list[dict[str, Any]], facts: ModelFacts, max_lag: int) -> Batch:
+    """Make the batch of one step from `rows` (one an attempt). Raises BatchError or CheckError; see the module."""
+    pieces = [_tokens_of(number, row, facts, max_lag) for number, row in enumerate(rows)]
+    columns = [f.name for f in fields(Tokens) if f.name in _GIVEN]
+    tokens = Tokens(**{name: np.concatenate([_GIVEN[name], *(piece[name] for piece in pieces)]) for name in columns})
+    advantages, reasons = _advantages(rows)
+    samples: list[Sample] = []
+    first = 0
+    for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+        here = slice(first, first + len(piece["token"]))
+        free = tokens.reason[here] == TRAINED
+        tokens.reason[here][free] = reasons[number]
+        if reasons[number] == TRAINED:
+            tokens.advantage[here][free] = advantages[number]
+        if free.any():
+            samples += samples_of(tree.nodes_of(row["turns"]), number, first, free)
+        first = here.stop
+    batch = Batch(rows, tokens, samples)
+    batch.check_sums()
+    return batch
+
+
+_GIVEN: dict[str, np.ndarray] = {
+    "attempt": np.empty(0, np.int32),
+    "turn": np.empty(0, np.int32),
+    "position": np.empty(0, np.int32),
+    "token": np.empty(0, np.int32),
+    "sampler": np.empty(0, np.float32),
+    "temperature": np.empty(0, np.float32),
+    "version": np.empty(0, np.int32),
+    "lag": np.empty(0, np.int32),
+    "reason": np.empty(0, object),
+}
+
+
+def _tokens_of(number: int, row: dict[str, Any], facts: ModelFacts, max_lag: int) -> dict[str, np.ndarray]:
+    """The columns of `_GIVEN` for one attempt; `trained` here means: nothing speaks against it so far."""
+    whole = None if is_valid(row) else row["blame"] if row["blame"] in ("infra", "task") else "ungraded"
+    if whole is None:
+        _check_row(row, facts)
+    lags = _lags(row, facts) if whole is None else {}
+    columns: dict[str, list[Any]] = {name: [] for name in _GIVEN}
+    for turn in row["turns"]:
+        count = len(turn["completion_ids"])
+        versions = [version for span in turn["versions"] for version in [span["version"]] * span["length"]]
+        logprobs = turn["logprobs"]
+        if whole is not None:  # a record that was cut short is counted all the same
+            versions = [*versions, *[facts.version] * count][:count]
+            logprobs = [*logprobs, *[np.nan] * count][:count]
+        prompt = turn["prefix_len"] + len(turn["context_ids"])
+        drops = tree.drop_reasons(turn)
+        if whole is None and turn["support"] != "full":
+            drops = [drop or "support" for drop in drops]
+        if whole is None and turn["foreign"]:
+            drops = [drop or "foreign" for drop in drops]
+        for k in range(count):
+            lag = lags.get(versions[k], facts.version - versions[k])
+            reason = whole or drops[k]
+            if reason is None and facts.context is not None and prompt + k > facts.context:
+                reason = "too_long"
+            if reason is None and lag > max_lag:
+                reason = "stale"
+            columns["lag"].append(lag)
+            columns["reason"].append(reason or TRAINED)
+        columns["attempt"] += [number] * count
+        columns["turn"] += [turn["index"]] * count
+        columns["position"] += range(count)
+        columns["token"] += turn["completion_ids"]
+        columns["sampler"] += logprobs
+        columns["temperature"] += [turn["temperature"]] * count
+        columns["version"] += versions
+    return {name: np.array(columns[name], dtype=empty.dtype) for name, empty in _GIVEN.items()}
+
+
+def _check_row(row: dict[str, Any], facts: ModelFacts) -> None:
+    name = row["attempt_id"]
+    if not np.isfinite(row["reward"]):
+        raise BatchError(f"{name}: its reward is {row['reward']}; grade it again")
+    try:
+        tree.check(row["turns"])
+    except tree.TreeError as error:
+        raise BatchError(
+            f"{name}: {error}; the record is damaged, so leave this attempt out or roll it out again"
+        ) from error
+    digest = row["tokenizer_digest"]
+    if digest and facts.tokenizer_digest and digest != facts.tokenizer_digest:
+        raise CheckError(
+            f"{name}: sampled with tokenizer {digest}, but the model to train has {facts.tokenizer_digest}; "
+            "give --model the model that sampled it"
+        )
+    for turn in row["turns"]:
+        where = f"{name}, turn {turn['index']}"
+        ids = [*turn["context_ids"], *turn["completion_ids"]]
+        if ids and not 0 <= min(ids) <= max(ids) < facts.vocabulary:
+            raise CheckError(
+                f"{where}: holds token {max(ids)}, but the model's vocabulary ends at {facts.vocabulary - 1}; "
+                "give --model the model that sampled it"
+            )
+        if turn["completion_ids"] and turn["prefix_len"] + len(turn["context_ids"]) == 0:
+            raise BatchError(f"{where}: it has no prompt, so its first token has no log-probability")
+        if turn["support"] == "full" and not turn["temperature"] > 0:
+            raise BatchError(f"{where}: sampled from the full support at temperature {turn['temperature']}")
+
+
+def _lags(row: dict[str, Any], facts: ModelFacts) -> dict[int, int]:
+    """Steps between the loaded weights and each version that sampled `row`; the same weights (by digest) are lag 0."""
+    digests = {entry["version"]: entry["digest"] for entry in row["weights"] or []}
+    lags = {}
+    for version in sorted({span["version"] for turn in row["turns"] for span in turn["versions"]}):
+        if version not in digests:
+            raise CheckError(
+                f"{row['attempt_id']}: sampled by version {version}, which its column `weights` does not name"
+            )
+        if digests[version] == facts.digest:
+            lags[version] = 0
+        elif version == facts.version:
+            raise CheckError(
+                f"{row['attempt_id']}: version {version} had weights {digests[version]} when it sampled, but version "
+                f"{facts.version} in --model has {facts.digest}; give --model the checkpoint that was served"
+            )
+        elif version > facts.version:
+            raise CheckError(
+                f"{row['attempt_id']}: sampled by version {version}, newer than version {facts.version} in --model; "
+                "give --model the newest checkpoint"
+            )
+        else:
+            lags[version] = facts.version - version
+    return lags
+
+
+def _advantages(rows: list[dict[str, Any]]) -> tuple[list[float], list[str]]:
+    """Advantage of each attempt, and `trained` or the reason why its group gives it none."""
+    groups: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        if is_valid(row):
+            groups.setdefault(row["group_id"], []).append(number)
+    advantages, reasons = [0.0] * len(rows), [TRAINED] * len(rows)
+    for members in groups.values():
+        rewards = np.array([rows[number]["reward"] for number in members], np.float64)
+        if len(members) == 1:
+            reasons[members[0]] = "alone"
+        elif rewards.max() == rewards.min():
+            for number in members:
+                reasons[number] = "no_variance"
+        else:
+            scaled = (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPS)
+            for number, advantage in zip(members, scaled.tolist(), strict=True):
+                advantages[number] = advantage
+    return advantages, reasons

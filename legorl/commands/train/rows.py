@@ -1,0 +1,96 @@
+"""Shards in, one row an attempt out: graded over ungraded, the newest grading first.
+
+    tally = Tally(); rows = read_rows(open_shards(paths), tally); tally.complaint()
+
+Two rows of one attempt may differ in their grades. They may not differ in what was sampled: that is a CheckError.
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from legorl import schema
+from legorl.options import CHECK
+from legorl.shards import Shard, Tally
+
+COLUMNS = (
+    "attempt_id", "group_id", "run", "step", "task_id", "harness", "model", "weights", "tokenizer_digest", "outcome",
+    "blame", "reward", "graded_at",
+)  # fmt: skip
+TURN_COLUMNS = (
+    "index", "parent", "prefix_len", "cause", "context_ids", "completion_ids", "logprobs", "temperature", "support",
+    "versions", "foreign", "drops",
+)  # fmt: skip
+# What two rows of one attempt must agree in.
+TOKEN_COLUMNS = (
+    "index", "parent", "prefix_len", "context_ids", "completion_ids", "logprobs", "temperature", "support", "versions",
+)  # fmt: skip
+
+
+class BatchError(Exception):
+    """The rows cannot be made into a batch for this model; weights stay as they are."""
+
+
+class CheckError(BatchError):
+    """The rows contradict each other or the model: a check that did not hold."""
+
+    code = CHECK
+
+
+def read_rows(shards: Iterable[Shard], tally: Tally) -> list[dict[str, Any]]:
+    """Read each shard as it arrives; return one row an attempt, by attempt_id, and tell `tally` what was seen.
+
+    Only the columns that training needs are read. Raises ShardError, and CheckError for two rows of one attempt whose
+    sampled tokens differ.
+    """
+    chosen: dict[str, tuple[dict[str, Any], Shard]] = {}
+    for shard in shards:
+        rows = _rows(shard)
+        for row in rows:
+            row["turns"] = row["turns"] or []
+            name = row["attempt_id"]
+            if name not in chosen:
+                chosen[name] = (row, shard)
+                continue
+            other, source = chosen[name]
+            if _tokens(other) != _tokens(row):
+                raise CheckError(
+                    f"{name}: sampled tokens in {shard.path} differ from those in {source.path}; "
+                    "two different attempts carry one name, so keep only one of the files"
+                )
+            if _rank(row) > _rank(other):
+                chosen[name] = (row, shard)
+        tally.add(shard, [row["attempt_id"] for row in rows])
+    return [chosen[name][0] for name in sorted(chosen)]
+
+
+def _rows(shard: Shard) -> list[dict[str, Any]]:
+    """The rows of one shard without the columns, and the fields of turns, that training does not need."""
+    import pyarrow as pa
+
+    table = shard.table([*COLUMNS, "turns"])
+    narrow = pa.list_(pa.struct([schema.TURN.field(name) for name in TURN_COLUMNS]))
+    place = table.schema.get_field_index("turns")
+    return table.set_column(place, "turns", table["turns"].cast(narrow)).to_pylist()
+
+
+def _rank(row: dict[str, Any]) -> tuple[bool, datetime.datetime]:
+    """Graded over ungraded, then by the time of grading."""
+    never = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+    return row["graded_at"] is not None, row["graded_at"] or never
+
+
+def _tokens(row: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [tuple(turn[name] for name in TOKEN_COLUMNS) for turn in row["turns"]]
+
+
+def digest_of(rows: Iterable[dict[str, Any]]) -> str:
+    """Digest of what a step learns from: the attempts, their verdicts and their sampled tokens."""
+    total = hashlib.sha256()
+    for row in rows:
+        verdict = [row["attempt_id"], row["group_id"], row["blame"], row["reward"]]
+        turns = [[turn["completion_ids"], turn["logprobs"], turn["drops"]] for turn in row["turns"]]
+        total.update(json.dumps([verdict, turns]).encode())
+    return total.hexdigest()[:16]
