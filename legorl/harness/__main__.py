@@ -35,7 +35,9 @@ def show() -> None:
     """Print every harness that comes with legorl: name, version, protocol, installed or not."""
     for name in built_in():
         harness = load_harness(name)
-        options.emit("\t".join([name, harness.version, harness.protocol, "installed" if harness.installed else "not installed"]))
+        options.emit(
+            "\t".join([name, harness.version, harness.protocol, "installed" if harness.installed else "not installed"])
+        )
 
 
 if __name__ == "__main__":

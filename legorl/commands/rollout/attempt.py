@@ -1,0 +1,362 @@
+"""One try of one attempt: a session, a sandbox, the harness in it, then the diff, the turns and the verdict.
+
+The session's key reaches the harness through its environment and files inside the container only. It dies with the
+session, before anything that the container leaves behind is read.
+
+Time: `--time-limit` counts the harness's own time; while a turn waits for the engine or runs, the clock stands. Behind
+it stands a hard limit on wall time, which is no fault of the model's: an engine so slow counts as lost.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import tarfile
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from legorl import schema, tree
+from legorl.commands.rollout.verdict import Seen, decide
+from legorl.control import Closed, Control, Health, ServeError, Session, SessionRequest
+from legorl.harness import BASE_URL, Harness, Launch
+from legorl.options import printable
+from legorl.outcomes import blame_of
+from legorl.sandbox import (
+    ImageMissing,
+    LimitsError,
+    PatchUnusable,
+    PodmanMissing,
+    Sandbox,
+    SandboxError,
+    Spec,
+    open_sandbox,
+)
+from legorl.task import Task, pack
+
+HOME = "/home/agent"
+REPO = "/ws/repo"
+ENVIRONMENT = {
+    "HOME": HOME,
+    "TMPDIR": "/tmp",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}
+LOG_LIMIT = 64_000  # bytes of the harness's log that leave the sandbox
+LOG_TAIL = 4096  # bytes of the harness's log that go into the row
+HARD_FACTOR, HARD_SLACK_S = 4.0, 1800.0  # hard wall limit = factor * time limit + slack
+
+# What no attempt can get around: the whole command ends with it.
+FATAL = (PodmanMissing, LimitsError, ImageMissing)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every attempt of a round has in common."""
+
+    run: str
+    step: int
+    harness: Harness
+    temperature: float
+    turn_tokens: int
+    max_turns: int
+    max_tokens: int
+    time_limit: float  # seconds of the harness's own time
+    seed: int
+    policy_digest: str | None  # the weights every turn must come from, if --policy was given
+
+    def group_id(self, task: Task) -> str:
+        return f"{self.run}.{self.step}.{self.harness.label.replace(':', '-')}.{task.id}"
+
+    def seed_of(self, attempt_id: str) -> int:
+        """Seed of an attempt, 63 bits: siblings differ, a rerun repeats it."""
+        return int.from_bytes(hashlib.sha256(f"{self.seed}|{attempt_id}".encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt to make: number `n` of the group of `task`; `history` holds its earlier tries (schema.TRY)."""
+
+    task: Task
+    group_id: str
+    n: int
+    history: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def attempt_id(self) -> str:
+        return f"{self.group_id}.{self.n}"
+
+
+class _Clock:
+    """Seconds of the phases of a try: `begin` ends the phase before."""
+
+    def __init__(self) -> None:
+        self.started_at, self._start = datetime.now(UTC), time.monotonic()
+        self.seconds = {"setup_s": 0.0, "harness_s": 0.0, "collect_s": 0.0, "rest": 0.0}
+        self._phase, self._since = "setup_s", self._start
+
+    def begin(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self._start
+
+
+@dataclass
+class _Found:
+    """What a try has brought so far; whatever it does not reach stays as it is here."""
+
+    seen: Seen
+    started: bool = False
+    setup_error: str | None = None
+    closed: Closed | None = None
+    turns: list[dict[str, Any]] | None = None
+    log: bytes = b""
+    own_s: float = 0.0
+
+
+async def run_attempt(job: Job, settings: Settings, control: Control, health: Health) -> dict[str, Any]:
+    """Run one try and return its row (schema.TRAJECTORY), whatever came of it.
+
+    Raises ServeError if no session can be opened, and the sandbox errors in FATAL: then no attempt can run.
+    """
+    clock, found = _Clock(), _Found(Seen())
+    request = SessionRequest(
+        attempt_id=job.attempt_id,
+        seed=settings.seed_of(job.attempt_id),
+        harness=settings.harness.label,
+        temperature=settings.temperature,
+        turn_tokens=settings.turn_tokens,
+        max_turns=settings.max_turns,
+        max_tokens=settings.max_tokens,
+        side_patterns=settings.harness.side_patterns,
+        user_agent=settings.harness.user_agent,
+    )
+    hard_s = HARD_FACTOR * settings.time_limit + HARD_SLACK_S
+    spec = Spec(
+        name="r-" + hashlib.sha256(f"{job.attempt_id}|{len(job.history)}".encode()).hexdigest()[:12],
+        run=settings.run,
+        limits=job.task.limits,
+        mounts=settings.harness.mounts,
+        llm_dir=Path(health.llm_dir),
+        lifetime_s=hard_s + 300,
+        cpus_allowed=tuple(health.free_cores) or None,
+    )
+    async with control.session(request) as session:
+        try:
+            async with open_sandbox(spec) as box:
+                launch = await _prepare(box, job, settings, health, session)
+                found.started = True
+                clock.begin("harness_s")
+                await _play(box, launch, settings, session, hard_s, found)
+                clock.begin("collect_s")
+                await _close(session, found)
+                await _collect(box, found)
+        except FATAL:
+            raise
+        except SandboxError as error:
+            if found.started:
+                found.seen = replace(found.seen, sandbox_lost=str(error))
+            else:
+                found.setup_error = str(error)
+        clock.begin("rest")
+    return _row(job, settings, health, clock, found)
+
+
+async def _prepare(box: Sandbox, job: Job, settings: Settings, health: Health, session: Session) -> Launch:
+    """Put the repository and the harness's files into the sandbox."""
+    launch = settings.harness.launch(
+        {
+            "task": job.task.instruction,
+            "base_url": BASE_URL,
+            "key": session.key,
+            "model": health.name,
+            "home": HOME,
+            "max_turns": settings.max_turns,
+            "turn_tokens": settings.turn_tokens,
+            "context": health.context,
+        }
+    )
+    await box.put(pack(job.task.repo), REPO)
+    await box.commit(REPO)
+    await box.put(pack_home(launch.files), HOME)
+    return launch
+
+
+def pack_home(files: dict[str, str]) -> bytes:
+    """Return the harness's files as a tar of the home folder. Raises ValueError for a path outside it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path, text in files.items():
+            if not path.startswith(HOME + "/") or ".." in path.split("/"):
+                raise ValueError(f"a harness can write only into its home: {path}")
+            body = text.encode()
+            info = tarfile.TarInfo(path[len(HOME) + 1 :])
+            info.size, info.mode = len(body), 0o600
+            tar.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+async def _play(
+    box: Sandbox, launch: Launch, settings: Settings, session: Session, hard_s: float, found: _Found
+) -> None:
+    """Run the harness until it ends or must be stopped. A sandbox that is lost on the way is evidence, not an error."""
+    stop, begun = asyncio.Event(), time.monotonic()
+    watcher = asyncio.create_task(_watch(session, stop, settings.time_limit))
+    try:
+        result = await box.run(
+            launch.argv, env={**ENVIRONMENT, **launch.env}, cwd=REPO, log_limit=LOG_LIMIT, until=stop, timeout_s=hard_s
+        )
+    except FATAL:
+        raise
+    except SandboxError as error:
+        found.seen = replace(found.seen, sandbox_lost=str(error))
+    else:
+        found.log = result.log.replace(session.key.encode(), b"***")
+        found.seen = replace(found.seen, exit_code=result.exit_code)
+        if result.timed_out:
+            session.state.lost = f"the engine was too slow: the harness was not done after {hard_s:.0f} s of wall time"
+        elif result.stopped and session.state.lost is None:
+            found.seen = replace(found.seen, stopped=await watcher)
+    finally:
+        watcher.cancel()
+        found.own_s = own_seconds(session, time.monotonic() - begun)
+    found.seen = replace(found.seen, lost=session.state.lost)
+
+
+async def _watch(session: Session, stop: asyncio.Event, time_limit: float) -> str:
+    """Set `stop` when a budget is spent, the harness's own time is over, or the engine is lost; return which."""
+    begun, state = time.monotonic(), session.state
+    while True:
+        session.changed.clear()
+        left = time_limit - own_seconds(session, time.monotonic() - begun)
+        why = "lost" if state.lost else state.budget or ("time" if left <= 0 else "")
+        if why:
+            stop.set()
+            return why
+        with contextlib.suppress(TimeoutError):
+            # While a turn runs the clock stands: only an event can change anything.
+            await asyncio.wait_for(session.changed.wait(), None if state.running else left)
+
+
+def own_seconds(session: Session, elapsed: float) -> float:
+    """Seconds of `elapsed` in which no turn of the session waited for the engine or ran."""
+    state = session.state
+    running = time.monotonic() - state.busy_since if state.busy_since is not None else 0.0
+    return max(0.0, elapsed - state.busy_s - running)
+
+
+async def _collect(box: Sandbox, found: _Found) -> None:
+    """Take the patch, and what the outside saw of the sandbox's limits."""
+    try:
+        if found.seen.sandbox_lost is None:
+            found.seen = replace(found.seen, patch=await box.diff(REPO))
+    except PatchUnusable as error:
+        found.seen = replace(found.seen, patch_error=str(error))
+    except FATAL:
+        raise
+    except SandboxError as error:
+        found.seen = replace(found.seen, sandbox_lost=str(error))
+    evidence = box.evidence()
+    found.seen = replace(found.seen, oom_kills=evidence.oom_kills, process_refusals=evidence.process_refusals)
+
+
+async def _close(session: Session, found: _Found) -> None:
+    """Close the session and check what it recorded."""
+    try:
+        closed = await session.close()
+    except ServeError as error:
+        found.seen = replace(found.seen, lost=found.seen.lost or str(error))
+        return
+    turns = closed.turns.to_pylist()[0]
+    broken = None
+    try:
+        tree.check(turns)
+    except tree.TreeError as error:
+        broken = str(error)
+    found.closed, found.turns = closed, turns
+    found.seen = replace(
+        found.seen,
+        broken_capture=broken,
+        overflow=closed.overflow,
+        turns=len(turns),
+        tools_offered=any(t["tools"] not in (None, "[]") for t in turns),
+        tools_called=any(t["tool_calls"] for t in turns),
+    )
+
+
+def _row(job: Job, settings: Settings, health: Health, clock: _Clock, found: _Found) -> dict[str, Any]:
+    closed, turns, seen = found.closed, found.turns or [], found.seen
+    weights = closed.weights if closed else []
+    wanted = settings.policy_digest
+    if wanted and (others := sorted({w["digest"] for w in weights} - {wanted})):
+        seen = replace(seen, wrong_weights=f"served by weights {', '.join(others)}, wanted {wanted}")
+    outcome, detail = ("sandbox_setup_failed", found.setup_error) if found.setup_error else decide(seen)
+    tokens = sum(len(t["completion_ids"]) for t in turns)
+    patch = seen.patch or b""
+    row = dict.fromkeys(schema.TRAJECTORY.names)
+    row.update(
+        attempt_id=job.attempt_id,
+        group_id=job.group_id,
+        run=settings.run,
+        step=settings.step,
+        task_id=job.task.id,
+        task_path=str(job.task.path),
+        task_digest=job.task.digest,
+        split=job.task.split,
+        attempt=job.n,
+        harness=settings.harness.label,
+        harness_version=settings.harness.version,
+        harness_digest=settings.harness.digest,
+        model=health.name,
+        weights=weights,
+        tokenizer_digest=health.tokenizer_digest,
+        template_digest=health.template_digest,
+        seed=settings.seed_of(job.attempt_id),
+        outcome=outcome,
+        blame=blame_of(outcome),
+        detail=printable(detail or ""),
+        exit_code=seen.exit_code,
+        budgets={
+            "turns": {"limit": settings.max_turns, "used": len(turns)},
+            "tokens": {"limit": settings.max_tokens, "used": tokens},
+            "seconds": {"limit": settings.time_limit, "used": found.own_s},
+        },
+        history=list(job.history),
+        started_at=clock.started_at,
+        wall_s=clock.wall_s,
+        engine_s=closed.engine_s if closed else None,
+        queue_s=closed.queue_s if closed else None,
+        patch=patch,
+        patch_files=patched_files(patch),
+        log_tail=printable(found.log[-LOG_TAIL:].decode(errors="replace")),
+        turns=turns,
+        **{phase: spent for phase, spent in clock.seconds.items() if phase != "rest"},
+    )
+    row["try"] = len(job.history) + 1
+    return row
+
+
+def patched_files(patch: bytes) -> list[str]:
+    """Paths that a git diff names, as they stand in it (quoted by git where they hold odd characters)."""
+    heads = (line for line in patch.split(b"\n") if line.startswith(b"diff --git "))
+    return [head.decode(errors="backslashreplace").rsplit(" b/", 1)[-1].rsplit(' "b/', 1)[-1] for head in heads]
+
+
+def as_try(row: dict[str, Any]) -> dict[str, Any]:
+    """The short record (schema.TRY) of a finished row, for the history of the next try."""
+    return {
+        "try": row["try"],
+        "outcome": row["outcome"],
+        "blame": row["blame"],
+        "detail": row["detail"],
+        "turns": len(row["turns"] or []),
+        "tokens": sum(len(t["completion_ids"]) for t in row["turns"] or []),
+        "wall_s": row["wall_s"],
+    }

@@ -1,0 +1,238 @@
+"""lego-rollout: run a harness on tasks in sandboxes, against the model that lego-serve serves."""
+
+import asyncio
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from legorl.harness import load_harness
+from legorl.options import (
+    LOST,
+    Failure,
+    Terminated,
+    command,
+    each_path,
+    emit,
+    explain,
+    explain_option,
+    max_lost_option,
+    option,
+    out_option,
+    say,
+    seed_option,
+)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LONGEST = 200  # bytes of a group's id: file names end at 255
+
+
+def _name(_context: click.Context, _param: click.Parameter, value: str) -> str:
+    if not NAME.fullmatch(value):
+        raise click.BadParameter("may hold only letters, digits, '.', '_' and '-'")
+    return value
+
+
+@command("lego-rollout")
+@click.argument("paths", nargs=-1, metavar="[TASK]...")
+@out_option
+# What is run
+@option("--harness", required=True, help="NAME, NAME:PRESET or a .toml file.")
+@option("--run", default="run", callback=_name, help="Name of the run; begins every attempt's id.")
+@option("--step", type=click.IntRange(0), default=0, help="Training step that this round is for.")
+@option("--attempts", "-n", type=click.IntRange(1), default=4, help="Attempts a task.")
+@option("--groups-per-shard", type=click.IntRange(1), default=1, help="Groups (tasks) in one shard.")
+# The model
+@option("--serve", type=click.Path(path_type=Path), help="Control socket of lego-serve (in its COMMAND it is set).")
+@option(
+    "--policy", type=click.Path(path_type=Path), help="Checkpoint whose weights must be served; loaded if they are not."
+)
+@option("--temperature", type=click.FloatRange(0), default=1.0, help="Sampling temperature.")
+@option("--turn-tokens", type=click.IntRange(1), default=512, help="Most sampled tokens of one turn.")
+# Limits of one attempt
+@option("--max-turns", type=click.IntRange(1), default=16, help="Most turns.")
+@option("--max-tokens", type=click.IntRange(1), default=8192, help="Most sampled tokens.")
+@option(
+    "--time-limit",
+    type=click.FloatRange(1),
+    default=120.0,
+    help="Seconds of the harness's own time, engine time left out.",
+)
+# The round
+@option("--concurrency", "-c", type=click.IntRange(1), default=4, help="Attempts at once.")
+@option("--retries", type=click.IntRange(0), default=2, help="Further tries of an attempt lost to infrastructure.")
+@max_lost_option
+@seed_option
+@explain_option
+def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
+    """Run a harness on each TASK, N attempts each, and write what happened as trajectory shards.
+
+    \b
+    Examples:
+      lego-serve MODEL -- lego-rollout TASK --out out --harness mini-swe-agent
+      lego-tasks list SET --split train | lego-rollout - --out out --harness pi -n 8 -c 4
+
+    TASK is a task folder; - or none reads paths from stdin. Each attempt runs in a sandbox of its own, where nothing
+    but the model can be reached. The path of each shard goes to stdout as soon as its groups are whole. Run again, it
+    continues: finished groups stay, attempts lost to infrastructure are made again.
+    """
+    explained = wanted.pop("explain")
+    harness = load_harness(wanted["harness"])
+    config = {
+        **{k: wanted[k] for k in SETTINGS},
+        "harness": harness.label,
+        "harness_version": harness.version,
+        "harness_digest": harness.digest,
+    }
+    if explained:
+        explain({**wanted, **config, "out": out, "install": str(harness.folder)})
+        return 0
+    harness.check_installed()
+    tasks = _tasks(paths)
+    return asyncio.run(_interruptible(_rollout(tasks, harness, out, config, wanted)))
+
+
+# Settings that make an --out what it is; the others only say how the work is done.
+SETTINGS = (
+    "run", "step", "attempts", "groups_per_shard", "temperature", "turn_tokens", "max_turns", "max_tokens",
+    "time_limit", "seed",
+)  # fmt: skip
+
+
+def _tasks(paths: tuple[str, ...]) -> list[Any]:
+    """Load every task. Raises TaskError, or Failure for two tasks with one id."""
+    from legorl.task import load_task
+
+    tasks: dict[str, Any] = {}
+    for path in each_path(paths):
+        task = load_task(path)
+        if task.id in tasks:
+            raise Failure(f"{path}: the task id {task.id!r} stands for {tasks[task.id].path} already; leave one out")
+        tasks[task.id] = task
+    if not tasks:
+        raise Failure("no task given: the list of paths is empty")
+    return list(tasks.values())
+
+
+async def _interruptible(work: Any) -> int:
+    """Await `work`; the first SIGINT or SIGTERM cancels it, which removes its containers; the second kills."""
+    loop, task, caught = asyncio.get_running_loop(), asyncio.ensure_future(work), []
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        raise (KeyboardInterrupt if caught[0] == signal.SIGINT else Terminated) from None
+
+
+async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, Any], wanted: dict[str, Any]) -> int:
+    from legorl.checkpoint import open_checkpoint
+    from legorl.commands.rollout.attempt import Settings, run_attempt
+    from legorl.commands.rollout.durable import Store
+    from legorl.commands.rollout.schedule import make_all
+    from legorl.control import Control
+    from legorl.shards import OutDir, Plan
+
+    policy = open_checkpoint(wanted["policy"]) if wanted["policy"] else None
+    digest = policy.digest if policy else None
+    settings = Settings(
+        **{
+            k: config[k]
+            for k in ("run", "step", "temperature", "turn_tokens", "max_turns", "max_tokens", "time_limit", "seed")
+        },
+        harness=harness,
+        policy_digest=digest,
+    )
+    plan = Plan(wanted["run"], wanted["step"], tuple(settings.group_id(t) for t in tasks), wanted["attempts"])
+    if long := [g for g in plan.groups if len(g.encode()) > LONGEST]:
+        raise Failure(f"the group id {long[0]} is longer than {LONGEST} bytes; shorten --run")
+    config = {**config, "policy": digest, "tasks": {t.id: t.digest for t in tasks}}
+    if wanted["serve"] is None:
+        raise Failure("no lego-serve to talk to: run this under `lego-serve MODEL -- ...`, or give --serve SOCKET")
+    with OutDir(out, config):
+        async with Control(wanted["serve"]) as control:
+            health = await control.health()
+            if policy and (health.digest, health.version) != (policy.digest, policy.version):
+                say(f"lego-rollout: loading {policy.path} (version {policy.version})")
+                await control.load_weights(policy.path, policy.version)
+                health = await control.health()
+                if health.digest != policy.digest:
+                    raise Failure(
+                        f"lego-serve holds weights {health.digest} after loading {policy.path} ({policy.digest})"
+                    )
+            meta = {"config": config, "engine": health.engine, "model": health.name}
+            store = Store(out, plan, wanted["groups_per_shard"], meta)
+            jobs = store.left(tasks)
+            for path in store.whole():
+                emit(str(path))
+            with _Progress(len(plan.attempt_ids), len(plan.attempt_ids) - len(jobs)) as progress:
+                await make_all(
+                    jobs,
+                    lambda job: run_attempt(job, settings, control, health),
+                    store,
+                    concurrency=wanted["concurrency"],
+                    retries=wanted["retries"],
+                    check_engine=control.health,
+                    ended=progress.ended,
+                )
+    share = store.lost / len(plan.attempt_ids)
+    if store.lost:
+        count = f"{store.lost} of {len(plan.attempt_ids)} attempts"
+        say(f"lego-rollout: {count} were lost to infrastructure; rerun to try them again")
+    return LOST if share > wanted["max_lost"] else 0
+
+
+class _Progress:
+    """Tells of each attempt: a bar on a terminal, else a line for each attempt that was lost and each whole group."""
+
+    def __init__(self, total: int, before: int):
+        self._total, self._made, self._begun = total, before, time.monotonic()
+        self._outcomes: dict[str, Counter[str]] = {}
+        self._bar: Any = None
+
+    def __enter__(self) -> "_Progress":
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, initial=self._made, unit="attempt", file=sys.stderr)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def ended(self, row: dict[str, Any], again: bool, shard: Path | None) -> None:
+        group, outcome = row["group_id"], row["outcome"]
+        if row["blame"] == "infra":
+            self._say(f"{row['attempt_id']}: {outcome} ({row['detail']}){', trying again' if again else ''}")
+        if not again:
+            self._made += 1
+            self._outcomes.setdefault(group, Counter())[outcome] += 1
+            if self._bar is not None:
+                self._bar.update()
+        if shard is not None:
+            emit(str(shard))
+            if self._bar is None:
+                counts = ", ".join(f"{n} {name}" for name, n in self._outcomes[group].most_common())
+                spent = time.monotonic() - self._begun
+                self._say(f"{group}: {counts} ({self._made} of {self._total} attempts, {spent:.0f} s)")
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        say(f"lego-rollout: {line}")
