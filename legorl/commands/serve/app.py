@@ -54,7 +54,7 @@ def harness_app(server: Server) -> Starlette:
             return _failed(error)
         if asked.streamed:
             include = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(_deliver(turn, server.name, include), media_type="text/event-stream", headers=NO_BUFFER)
+            return StreamingResponse(_deliver(turn, server.name, include, request), media_type="text/event-stream", headers=NO_BUFFER)
         try:
             async for _piece in turn.follow():
                 pass
@@ -90,7 +90,7 @@ class _Delivered(JSONResponse):
             self._turn.delivered = True
 
 
-async def _deliver(turn: Turn, model: str, include_usage: bool) -> AsyncIterator[bytes]:
+async def _deliver(turn: Turn, model: str, include_usage: bool, request: HttpRequest) -> AsyncIterator[bytes]:
     try:
         async for event in chat.stream(turn, model, include_usage):
             yield event
@@ -98,7 +98,8 @@ async def _deliver(turn: Turn, model: str, include_usage: bool) -> AsyncIterator
         # The status line is out already: the error travels as an event, and the stream ends without [DONE].
         yield b"data: " + _failed(error).body + b"\n\n"
         return
-    turn.delivered = True
+    # Sending to a client that went away does not fail, so ask.
+    turn.delivered = turn.delivered or not await request.is_disconnected()
 
 
 async def _json(request: HttpRequest) -> dict[str, Any]:
