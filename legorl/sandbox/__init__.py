@@ -4,9 +4,12 @@ from legorl.sandbox.container import RunResult, Sandbox, Spec, open_sandbox
 from legorl.sandbox.errors import ImageMissing, LimitsError, PatchUnusable, PodmanMissing, SandboxError, SandboxLost
 from legorl.sandbox.image import BASE_IMAGE
 from legorl.sandbox.limits import Evidence
+from legorl.sandbox.probe import Check, ensure_ready, probe
+from legorl.sandbox.reap import reap
 
 __all__ = [
     "BASE_IMAGE",
+    "Check",
     "Evidence",
     "ImageMissing",
     "LimitsError",
@@ -17,5 +20,8 @@ __all__ = [
     "SandboxError",
     "SandboxLost",
     "Spec",
+    "ensure_ready",
     "open_sandbox",
+    "probe",
+    "reap",
 ]

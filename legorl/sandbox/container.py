@@ -74,10 +74,11 @@ class Sandbox:
     """An open sandbox; made by open_sandbox."""
 
     def __init__(self, spec: Spec) -> None:
-        self._limiter = limits.limiter(f"{owner.mine()}.{secrets.token_hex(4)}", spec.limits)
-        self.name = f"legorl-{re.sub(r'[^A-Za-z0-9_.-]', '-', spec.name)[:80]}-{secrets.token_hex(4)}"
+        unique = secrets.token_hex(4)
+        self._limiter = limits.limiter(f"{owner.mine()}.{unique}", spec.limits)
+        self.name = f"legorl-{re.sub(r'[^A-Za-z0-9_.-]', '-', spec.name)[:80]}-{unique}"
         self._spec = spec
-        self._pidfile = (podman.SERVICE_RUNTIME if paths.is_root() else paths.private_dir()) / f"{self.name}.pid"
+        self._pidfile = podman.pid_folder() / f"{owner.mine()}.{unique}.pid"
         self._lock = asyncio.Lock()
         self._stderr = b""
         self._process: asyncio.subprocess.Process | None = None

@@ -25,8 +25,8 @@ PARENT = "legorl"
 TMP_MB = 64  # /tmp
 HOME_MB = 64  # /home/agent
 SHM_MB = 16  # /dev/shm
-_SERVICE_MB = 48  # supervisor, forwarder, init
-_SERVICE_PROCESSES = 6
+_SERVICE_MB = 48  # the same three
+_SERVICE_PROCESSES = 3  # supervisor, forwarder, init
 _PERIOD_US = 100_000
 
 
@@ -251,11 +251,11 @@ def remove_cgroup(folder: Path, patience_s: float = 5.0) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LimitsError(f"{folder}: cannot remove the cgroup: {error.strerror}") from error
-        for line in (folder / "cgroup.procs").read_text().split():
-            try:
-                os.kill(int(line), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        try:
+            for pid in (folder / "cgroup.procs").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):  # gone meanwhile, the cgroup or one of its processes
+            pass
         time.sleep(0.02)
 
 

@@ -68,6 +68,11 @@ def context() -> dict[str, Any]:
     return {"cwd": str(SERVICE_HOME), "env": env}
 
 
+def pid_folder() -> Path:
+    """Return the folder, writable for Podman's user, where it notes the containers' process ids."""
+    return SERVICE_RUNTIME if paths.is_root() else paths.private_dir()
+
+
 def service_account() -> pwd.struct_passwd:
     """Return the service user's account. Raises PodmanMissing if there is none."""
     try:

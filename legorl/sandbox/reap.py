@@ -1,0 +1,40 @@
+"""Remove what dead owners left: containers, cgroups, pid files. Called at the start of every command.
+
+A container normally ends with its owner (its stdin closes); this is for what a crash in the middle of creating one, a
+reboot or a killed Podman leaves behind. Containers of living owners are never touched.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+from legorl.sandbox import limits, owner
+from legorl.sandbox.podman import pid_folder, podman
+
+
+async def reap() -> list[str]:
+    """Return the names of the containers removed. Raises SandboxError if Podman fails."""
+    listed = await podman("ps", "-a", "--filter", "label=legorl=1", "--format", "json")
+    dead = [
+        row["Names"][0]
+        for row in json.loads(listed.out or b"[]")
+        if not owner.is_alive((row.get("Labels") or {}).get("legorl.owner", ""))
+    ]
+    if dead:
+        await podman("rm", "-f", "-t", "0", "--ignore", *dead, timeout_s=120)
+    await asyncio.to_thread(_reap_files)
+    return dead
+
+
+def _reap_files() -> None:
+    for folder in limits.leftover_cgroups():
+        if not _owned(folder):
+            limits.remove_cgroup(folder)
+    for file in pid_folder().glob("*.pid"):
+        if not _owned(file):
+            file.unlink(missing_ok=True)
+
+
+def _owned(path: Path) -> bool:
+    """Is the owner in a name OWNER.RANDOM[.pid] alive?"""
+    return owner.is_alive(".".join(path.name.split(".")[:3]))
