@@ -4,8 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from legorl import paths
+
+# The same examples on every run, and no limit on time: a busy machine is not a failure.
+settings.register_profile("legorl", deadline=None, derandomize=True)
+settings.load_profile("legorl")
 
 MODEL = "SmolLM2-135M-Instruct"
 TOKENIZER_FILES = (

@@ -76,7 +76,7 @@ def test_the_parent_shares_the_longest_prefix_and_is_the_earliest_such(conversat
 
 @given(conversations())
 def test_the_paths_of_the_leaves_hold_every_sampled_token(conversation):
-    turns, prompts = conversation
+    turns, _ = conversation
     nodes = tree.nodes_of(turns)
     covered = set()
     for leaf in tree.leaves(nodes):
@@ -90,7 +90,7 @@ def test_the_paths_of_the_leaves_hold_every_sampled_token(conversation):
 
 @given(conversations())
 def test_cause(conversation):
-    turns, prompts = conversation
+    turns, _ = conversation
     nodes = tree.nodes_of(turns)
     for t in turns:
         whole = t["parent"] != tree.ROOT and t["prefix_len"] == nodes[t["parent"]].path_len
