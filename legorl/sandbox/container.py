@@ -23,7 +23,7 @@ from typing import Any
 
 from legorl import paths
 from legorl.sandbox import limits, owner, podman, supplies
-from legorl.sandbox.errors import PatchUnusable, SandboxError, SandboxLost
+from legorl.sandbox.errors import LimitsError, PatchUnusable, SandboxError, SandboxLost
 from legorl.sandbox.image import BASE_IMAGE
 from legorl.task import Limits
 
@@ -80,6 +80,7 @@ class Sandbox:
         self._spec = spec
         self._pidfile = podman.pid_folder() / f"{owner.mine()}.{unique}.pid"
         self._lock = asyncio.Lock()
+        self._in_step = True  # every request so far has had its reply read
         self._stderr = b""
         self._process: asyncio.subprocess.Process | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -108,8 +109,12 @@ class Sandbox:
         pids = self._pids()
         self._limiter.attach(pids)
         if self._spec.cpus_allowed is not None:
-            for pid in pids:
-                os.sched_setaffinity(pid, self._spec.cpus_allowed)
+            try:
+                for pid in pids:
+                    os.sched_setaffinity(pid, self._spec.cpus_allowed)
+            except OSError as error:
+                raise LimitsError(f"cannot keep a sandbox on the cores {self._spec.cpus_allowed}: {error}") from error
+        await self._ask({"op": "start"})
 
     def _arguments(self) -> list[str]:
         spec, supply = self._spec, supplies.folder()
@@ -130,6 +135,7 @@ class Sandbox:
             "--pull=never", "--log-driver", "none", "--network", "none", "--init", "--user", "0:0",
             "--cap-drop=all", "--cap-add=SETUID,SETGID,KILL", "--security-opt=no-new-privileges",
             "--security-opt", f"seccomp={supply}/seccomp.json", "--security-opt", "label=disable",
+            "--security-opt", "mask=/sys/fs/cgroup", "--no-hosts",
             "--read-only", "--read-only-tmpfs=false", "--shm-size", f"{limits.SHM_MB}m", "--hostname", "sandbox",
             "--ulimit", "nofile=4096:4096", "--ulimit", "core=0:0",
             "--timeout", str(max(1, round(spec.lifetime_s))), "--stop-timeout", "0", "--workdir", "/",
@@ -185,7 +191,14 @@ class Sandbox:
             header = json.loads(await self._process.stdout.readuntil(b"\n"))
             return header, await self._process.stdout.readexactly(header["body"])
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise SandboxLost(f"{self.name}: the container ended") from error
+            raise self._lost() from error
+
+    def _lost(self) -> SandboxLost:
+        seen = self.evidence()
+        return SandboxLost(
+            f"{self.name}: the container ended (lifetime {self._spec.lifetime_s:g} s, "
+            f"{seen.oom_kills} processes killed for memory)"
+        )
 
     async def _send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -196,13 +209,23 @@ class Sandbox:
                 await self._process.stdin.drain()
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise SandboxLost(f"{self.name}: the container ended") from error
+            raise self._lost() from error
+
+    @contextlib.asynccontextmanager
+    async def _exchange(self) -> AsyncIterator[None]:
+        """One request and its reply. Cut short (cancelled, lost), the next reply would be that of another request."""
+        async with self._lock:
+            if not self._in_step:
+                raise SandboxLost(f"{self.name}: an earlier request was cut short; open a new sandbox")
+            self._in_step = False
+            yield
+            self._in_step = True
 
     async def _ask(
         self, header: Mapping[str, Any], body: bytes = b"", timeout_s: float = _FILES_S
     ) -> tuple[dict, bytes]:
         """Send one request and return its reply. Raises SandboxError, SandboxLost, PatchUnusable."""
-        async with self._lock:
+        async with self._exchange():
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._send(header, body)
@@ -234,10 +257,11 @@ class Sandbox:
         """Run a command as the agent's user; when this returns, no process of that user is alive.
 
         `until`: stop the command when it is set. `timeout_s`: seconds. Raises SandboxLost if the container ended.
+        Cancelled, it leaves the command running and the sandbox fit only to be closed: use `until` to go on.
         """
         header: dict[str, Any] = {"op": "run", "argv": list(argv), "env": dict(env or {}), "cwd": cwd}
         header |= {"log_limit": log_limit, "timeout_s": timeout_s}
-        async with self._lock:
+        async with self._exchange():
             await self._send(header)
             reply = asyncio.ensure_future(self._reply())
             stop = asyncio.ensure_future(until.wait()) if until is not None else None
@@ -284,7 +308,7 @@ class Sandbox:
 
 
 def _checked(op: str, answer: dict[str, Any]) -> dict[str, Any]:
-    if "refused" in answer:
+    if "refused" in answer and op in ("diff", "apply"):
         raise PatchUnusable(answer["refused"])
     if not answer["ok"]:
         raise SandboxError(f"{op}: {answer['error']}")

@@ -20,12 +20,15 @@ from legorl import paths
 from legorl.sandbox.errors import SandboxError
 from legorl.sandbox.podman import podman
 
-BASE_IMAGE = "localhost/legorl-base:1"
+BASE_IMAGE = "localhost/legorl-base:1"  # raise the number whenever the recipe changes
 PACKAGES = "python3,python3-pytest,git,libstdc++6,patch,procps,mawk,less,file"
 _HOOK = """
 echo 'agent:x:1000:1000::/home/agent:/bin/bash' >>"$1/etc/passwd"
 echo 'agent:x:1000:' >>"$1/etc/group"
 mkdir -p "$1/ws" "$1/home/agent" "$1/run/llm" "$1/run/keep" "$1/lego" "$1/opt"
+echo '127.0.0.1 localhost' >"$1/etc/hosts"
+echo sandbox >"$1/etc/hostname"
+: >"$1/etc/resolv.conf"
 rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/* "$1"/usr/share/doc
 """
 _CHANGES = ("ENV HOME=/home/agent LANG=C.UTF-8 PATH=/usr/local/bin:/usr/bin:/bin", "WORKDIR /ws", 'CMD ["/bin/bash"]')
@@ -35,7 +38,7 @@ async def ensure_image(say: Callable[[str], None]) -> None:
     """Put the base image into the Podman store. Raises SandboxError with the tail of the builder's log."""
     if (await podman("image", "exists", BASE_IMAGE, check=False)).code == 0:
         return
-    rootfs = paths.cache_dir() / "images" / "legorl-base-1.tar"
+    rootfs = paths.cache_dir() / "images" / (BASE_IMAGE.rpartition("/")[2].replace(":", "-") + ".tar")
     if not rootfs.exists():
         say("building the base image from the apt sources (about 90 s, 210 MB)")
         rootfs.parent.mkdir(parents=True, exist_ok=True)

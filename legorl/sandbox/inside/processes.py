@@ -69,9 +69,9 @@ def as_agent(work: Callable[[], None], feed: Iterable[bytes] = ()) -> str:
     with open(err_r, "rb") as file:
         message = file.read(MESSAGE_LIMIT).decode("utf-8", "backslashreplace")
     _, status = os.waitpid(pid, 0)
-    if status == 0:
-        return ""
-    return message or f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else message or "failed"
+    if os.WIFSIGNALED(status):
+        return f"killed by signal {os.WTERMSIG(status)}"
+    return "" if status == 0 else message or "failed"
 
 
 def alive(uid: int) -> bool:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -123,7 +124,7 @@ class Repositories:
         with self._open(repo) as git_dir:
             if not trees.is_plain_folder(repo):
                 raise Refused(f"{repo} is no longer a folder")
-            if trouble := as_agent(lambda: trees.sweep(repo)):
+            if trouble := as_agent(lambda: (signal.alarm(max(1, round(seconds))), trees.sweep(repo))[1]):
                 raise Refused(f"{repo} cannot be read: {trouble}")
             env = trees.git_environment(repo, git_dir)
             git(["add", "-A"], env, repo, seconds)

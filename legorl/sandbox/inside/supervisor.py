@@ -82,10 +82,10 @@ class Forwarder:
 
     def __init__(self) -> None:
         self._ready: int | None = None
-        if not os.path.isdir("/run/llm") or not os.path.ismount("/run/llm"):
+        if not os.path.ismount("/run/llm"):
             return
         self._ready, writer = os.pipe()
-        self._pid = fork(lambda: forward.main(writer), FORWARDER, keep=writer)
+        fork(lambda: forward.main(writer), FORWARDER, keep=writer)
         os.close(writer)
 
     def wait(self) -> None:
@@ -126,8 +126,11 @@ def run(wire: Wire, argv: list[str], env: dict[str, str], cwd: str, log_limit: i
     try:
         environment = {**_ENVIRONMENT, **env, "LEGORL_REPORT_FD": str(report_w)}
         child = spawn(argv, environment, cwd, subprocess.DEVNULL, log_w, log_w, (report_w,))
-    except (OSError, subprocess.SubprocessError) as error:  # no such program, no such folder
-        log.add(f"cannot run {argv[0]}: {error}\n".encode())
+    except OSError as error:
+        log.add(f"cannot run {argv[0]}: {error.strerror}\n".encode())
+        fields["exit_code"] = 127
+    except subprocess.SubprocessError:  # raised for what `prepare` raised in the child
+        log.add(f"cannot enter {cwd}\n".encode())
         fields["exit_code"] = 127
     finally:
         os.close(log_w)
@@ -181,7 +184,7 @@ def _watch(wire: Wire, child: subprocess.Popen[bytes], sinks: dict, deadline: fl
 
 def serve(wire: Wire) -> None:
     """Answer requests until the host hangs up."""
-    forwarder = Forwarder()
+    forwarder: Forwarder | None = None
     repositories = Repositories()
     wire.reply(ok=True)
     while True:
@@ -189,7 +192,10 @@ def serve(wire: Wire) -> None:
         body = wire.body(request.get("body", 0))
         op = request["op"]
         try:
-            if op == "put":
+            if op == "start":  # the limits are in place: from here on there may be children
+                forwarder = Forwarder()
+                wire.reply(ok=True)
+            elif op == "put":
                 target = request["target"]
                 trouble = as_agent(lambda: trees.unpack(sys.stdin.buffer, target), body)  # noqa: B023
                 wire.reply(ok=not trouble, error=trouble)
@@ -201,7 +207,8 @@ def serve(wire: Wire) -> None:
                 repositories.apply(request["repo"], body)
                 wire.reply(ok=True)
             elif op == "run":
-                forwarder.wait()
+                if forwarder is not None:
+                    forwarder.wait()
                 # fmt: off
                 run(wire, request["argv"], request["env"], request["cwd"], request["log_limit"], request["timeout_s"])
                 # fmt: on
