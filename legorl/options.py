@@ -60,11 +60,12 @@ def printable(text: str) -> str:
 
 def say(message: str) -> None:
     """Words go to stderr. Commands use this; the library never does."""
-    if not click.get_current_context(silent=True) or not _quiet():
+    if not click.get_current_context(silent=True) or not quiet():
         print(printable(message), file=sys.stderr, flush=True)
 
 
-def _quiet() -> bool:
+def quiet() -> bool:
+    """Was -q given?"""
     context = click.get_current_context(silent=True)
     return bool(context and context.find_root().params.get("quiet"))
 

@@ -1,0 +1,200 @@
+"""Grade one attempt: its patch, in a fresh sandbox that the agent never saw, against the task's hidden tests.
+
+    verdict = await grade(job, programs=programs_dir(), retries=2)
+
+In the sandbox: the pristine repository and its root commit, the patch on top, what steers pytest put right, the
+pristine tests on top of that, then pytest as the agent's user. The lists of wanted tests and the comparison stay in
+this process. A failure of our own is tried again, then becomes outcome `grader_crash`: no reward.
+"""
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+import secrets
+import shutil
+import tarfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from legorl import paths
+from legorl.commands.grade import tidy_tree
+from legorl.commands.grade.verdict import MISSING, Verdict, failed, judge, read_report
+from legorl.sandbox import (
+    ImageMissing,
+    LimitsError,
+    PatchUnusable,
+    PodmanMissing,
+    Sandbox,
+    SandboxError,
+    Spec,
+    open_sandbox,
+)
+from legorl.task import Task, pack
+
+REPO = "/ws/repo"
+STAGE = "/ws/grade"
+PROGRAMS = "/opt/grade"  # where the programs that run inside are mounted, read-only
+INSIDE = ("pytest_report.py", "tidy_tree.py")
+OUR_TIME_S = 90.0  # for everything in the sandbox but the tests; more than ten times what a loaded machine needs
+CONFIGS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")  # in pytest's own order
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+log = logging.getLogger("legorl.grade")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt to grade. `patch` is a git diff of the task's repository, possibly empty; None if there is none."""
+
+    attempt_id: str
+    run: str
+    task: Task
+    patch: bytes | None
+
+
+def programs_dir() -> Path:
+    """Return a folder that sandboxes can mount and that holds the programs that run inside, named by their content."""
+    sources = [Path(__file__).with_name(name) for name in INSIDE]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    folder = paths.mounts_dir() / f"grade-{digest}"
+    if not folder.exists():
+        making = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        making.mkdir()
+        for source in sources:
+            shutil.copyfile(source, making / source.name)
+            (making / source.name).chmod(0o444)
+        making.chmod(0o755)
+        try:
+            making.rename(folder)
+        except OSError:  # another process was quicker
+            shutil.rmtree(making)
+    return folder
+
+
+async def grade(job: Job, programs: Path, retries: int) -> Verdict:
+    """Return the verdict on `job`; `grader_crash` or `grader_timeout` (no reward) after `retries` further tries."""
+    started = time.monotonic()
+    if job.patch is None:
+        return failed(job.task.grade, MISSING)
+    for left in range(retries, -1, -1):
+        try:
+            async with asyncio.timeout(job.task.grade.timeout_s + 2 * OUR_TIME_S):
+                verdict = await _grade_once(job, programs)
+            return replace(verdict, grade_s=time.monotonic() - started)
+        except (PodmanMissing, ImageMissing, LimitsError):
+            raise  # no further try would help: this machine is not set up
+        except SandboxError as error:
+            outcome, detail = "grader_crash", str(error)
+        except TimeoutError:
+            outcome, detail = "grader_timeout", "the grading sandbox did not answer in time"
+        log.info("%s: %s%s", job.attempt_id, detail, f"; {left} more tries" if left else "")
+    return Verdict(None, outcome=outcome, detail=f"grading: {detail}", grade_s=time.monotonic() - started)
+
+
+async def _grade_once(job: Job, programs: Path) -> Verdict:
+    task, grade = job.task, job.task.grade
+    spec = Spec(
+        name=f"grade-{secrets.token_hex(6)}",
+        run=job.run,
+        limits=task.limits,
+        mounts=((programs, PROGRAMS),),
+        lifetime_s=grade.timeout_s + OUR_TIME_S,
+    )
+    config, restored = _restored(task.repo)
+    manifest = json.dumps(_manifest(task.repo)).encode()
+    staged = {"manifest.json": manifest, **{f"restore/{name}": body for name, body in restored.items()}}
+    async with open_sandbox(spec) as box:
+        await box.put(pack(task.repo), REPO)
+        await box.commit(REPO)
+        await box.put(_tar(staged), STAGE)
+        await box.put(pack(task.tests), f"{STAGE}/tests")
+        try:
+            await box.apply(job.patch or b"", REPO)
+            flags = await _tidy(box)
+            return await _test(box, job, config, flags)
+        except PatchUnusable as error:
+            return failed(grade, MISSING, outcome="patch_unusable", detail=f"grading: {error}")
+        except SandboxError:
+            evidence = box.evidence()
+            if not (evidence.oom_kills or evidence.process_refusals):
+                raise
+            # The container ended because of what the patch brought into it, as seen from outside: the agent's doing.
+            return failed(grade, MISSING)
+
+
+async def _tidy(box: Sandbox) -> tuple[str, ...]:
+    argv = ["/usr/bin/python3", "-I", "-B", f"{PROGRAMS}/tidy_tree.py", REPO, STAGE]
+    result = await box.run(argv, env=ENVIRONMENT, cwd="/", timeout_s=OUR_TIME_S)
+    if result.exit_code != 0:
+        log.debug("tidy_tree ended with %s:\n%s", result.exit_code, result.log.decode(errors="replace"))
+        raise PatchUnusable("what it leaves cannot be put right for the tests")
+    return tuple(json.loads(result.report)["flags"])
+
+
+async def _test(box: Sandbox, job: Job, config: str, flags: tuple[str, ...]) -> Verdict:
+    key = secrets.token_hex(16)
+    own = [path.name.partition(".")[0] for path in job.task.repo.iterdir()]
+    settings = json.dumps({"root": REPO, "config": config, "own": own})
+    result = await box.run(
+        ["/usr/bin/python3", "-s", "-B", f"{PROGRAMS}/pytest_report.py", settings],
+        env={**ENVIRONMENT, "LEGORL_REPORT_KEY": key},
+        cwd=REPO,
+        timeout_s=job.task.grade.timeout_s,
+    )
+    report = read_report(result.report, key.encode())
+    log.debug(
+        "%s: exit %s, %s; its log:\n%s",
+        job.attempt_id,
+        result.exit_code,
+        report.fault,
+        result.log.decode(errors="replace"),
+    )
+    return judge(job.task.grade, report, result.exit_code, result.timed_out, flags)
+
+
+def _restored(repo: Path) -> tuple[str, dict[str, bytes]]:
+    """Return the path of the configuration that pytest is told to read, and the pristine files to put back.
+
+    A pristine configuration goes back under a name of our own: the agent may rightly have changed the shared file.
+    """
+    steering = [p for p in tidy_tree.entries(repo) if p.is_file() and tidy_tree.flag_of(p)]
+    files = {p.relative_to(repo).as_posix(): p.read_bytes() for p in steering}
+    name, body = ".lego-pytest.ini", b"[pytest]\n"
+    for file in (repo / name for name in CONFIGS):
+        if file.is_file() and (file.name in tidy_tree.STEERING or tidy_tree.section(file)):
+            name, body = f".lego-pytest{file.suffix}", file.read_bytes()
+            break
+    return f"{REPO}/{name}", {**files, name: body}
+
+
+def _manifest(repo: Path) -> dict[str, object]:
+    """What tidy_tree.py must know of the pristine tree."""
+    files = {p.relative_to(repo).as_posix(): p for p in tidy_tree.entries(repo) if p.is_symlink() or p.is_file()}
+    return {
+        "steering": {name: tidy_tree.digest(p) for name, p in files.items() if tidy_tree.flag_of(p)},
+        "sections": {name: tidy_tree.section(repo / name) for name in tidy_tree.SECTIONS},
+        "tests": {name: tidy_tree.digest(p) for name, p in files.items() if name.startswith("tests/")},
+        "top": [p.name.partition(".")[0] for p in repo.iterdir()],
+    }
+
+
+def _tar(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, body in sorted(files.items()):
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(body), 0o644
+            tar.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()

@@ -1,0 +1,129 @@
+"""From what came out of the grading container to a verdict. Pure functions; nothing here runs or trusts anything.
+
+The report is evidence from a place where the agent's code ran. It counts only if it is whole (every record signed with
+this run's key and numbered without a gap, from `start` to `finish`), and if the exit code that the sandbox saw agrees
+with it. A test that passed in a report that does not count is `unproven`.
+"""
+
+import datetime
+import hashlib
+import hmac
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from legorl.task import Grade
+
+PASS = "pass"
+# What a test can get beside what pytest says of it (pass, fail, error, skip, xfail, xpass):
+MISSING = "missing"  # no record of it: not collected, deselected, or the process ended before it
+TIMEOUT = "timeout"  # no record of it, and the time was over
+UNPROVEN = "unproven"  # said to have passed, in a report that does not count
+FORGED = "forged"  # said to have passed, although its function raised
+
+
+@dataclass(frozen=True)
+class Report:
+    """`outcomes`: test id to what it got. `fault`: why the report does not count, or None. `status`: pytest's own."""
+
+    outcomes: dict[str, str]
+    status: int | None
+    fault: str | None
+    tampered: tuple[str, ...] = ()
+
+
+def read_report(raw: bytes, key: bytes) -> Report:
+    """Check and read the report of one run: lines `MAC JSON`, signed with `key`."""
+    outcomes: dict[str, str] = {}
+    tampered: set[str] = set()
+    fault = status = None
+    lines = raw.split(b"\n")
+    if lines and lines[-1] == b"":
+        lines.pop()
+    for number, line in enumerate(lines):
+        mac, _, body = line.partition(b" ")
+        wanted = hmac.new(key, body, hashlib.sha256).hexdigest()[:32].encode()
+        if not hmac.compare_digest(mac, wanted):
+            return Report(outcomes, None, f"record {number} is not ours", tuple(sorted(tampered)))
+        record = json.loads(body)
+        if record["n"] != number or (record["event"] == "start") != (number == 0) or status is not None:
+            return Report(outcomes, None, f"record {number} is out of order", tuple(sorted(tampered)))
+        if record["event"] == "test":
+            # The same id twice (a test run again) is never better than its worst.
+            before = outcomes.get(record["id"], PASS)
+            outcomes[record["id"]] = record["outcome"] if before == PASS else before
+        elif record["event"] == "finish":
+            status = record["status"]
+        tampered.update(record.get("tampered", ()))
+    if status is None:
+        fault = "no finish record" if lines else "no report"
+    elif tampered:
+        fault = "pytest was tampered with"
+    return Report(outcomes, status, fault, tuple(sorted(tampered)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What lego-grade writes of one attempt; `outcome` and `detail` only where grading changes them."""
+
+    reward: float | None
+    resolved: bool | None = None
+    fail_to_pass: tuple[int, int] | None = None  # passed, total
+    pass_to_pass: tuple[int, int] | None = None
+    tests: tuple[tuple[str, str, str], ...] | None = None  # id, wanted, got
+    flags: tuple[str, ...] = ()
+    outcome: str | None = None
+    detail: str | None = None
+    grade_s: float = 0.0
+    graded_at: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
+
+    def columns(self, grader: str) -> dict[str, Any]:
+        """The verdict as the grade columns of schema.TRAJECTORY. Without a reward every one of them is null."""
+        if self.reward is None:
+            return {}
+        count = [pair and {"passed": pair[0], "total": pair[1]} for pair in (self.fail_to_pass, self.pass_to_pass)]
+        return {
+            "reward": self.reward,
+            "resolved": self.resolved,
+            "fail_to_pass": count[0],
+            "pass_to_pass": count[1],
+            "tests": [{"id": i, "wanted": w, "got": g} for i, w, g in self.tests or ()],
+            "flags": list(self.flags),
+            "grader": grader,
+            "graded_at": self.graded_at,
+            "grade_s": self.grade_s,
+        }
+
+
+def failed(grade: Grade, got: str, **fields: Any) -> Verdict:
+    """The verdict on an attempt whose tests never ran: every test got `got`."""
+    return _count(grade, dict.fromkeys((*grade.fail_to_pass, *grade.pass_to_pass), got), **fields)
+
+
+def judge(grade: Grade, report: Report, exit_code: int | None, timed_out: bool, flags: tuple[str, ...] = ()) -> Verdict:
+    """Compare a report with the task's lists: resolved iff the report counts and every listed test passed.
+
+    A skipped, xfailed, missing, late or forged test is not a pass, in either list.
+    """
+    fault = "time is over" if timed_out else report.fault
+    if fault is None and exit_code != report.status:
+        fault = f"exit code {exit_code}, but the report says {report.status}"
+    if report.tampered:
+        flags += ("tampered",)
+    elif fault and fault.startswith("record"):
+        flags += ("forged_report",)
+    if FORGED in report.outcomes.values():
+        flags += ("forged_report",)
+    got = {}
+    for test in (*grade.fail_to_pass, *grade.pass_to_pass):
+        outcome = report.outcomes.get(test, TIMEOUT if timed_out else MISSING)
+        got[test] = UNPROVEN if fault and outcome == PASS else outcome
+    return _count(grade, got, flags=tuple(sorted(set(flags))))
+
+
+def _count(grade: Grade, got: dict[str, str], **fields: Any) -> Verdict:
+    forward = sum(got[t] == PASS for t in grade.fail_to_pass), len(grade.fail_to_pass)
+    kept = sum(got[t] == PASS for t in grade.pass_to_pass), len(grade.pass_to_pass)
+    resolved = forward[0] == forward[1] and kept[0] == kept[1]
+    tests = tuple((test, PASS, outcome) for test, outcome in got.items())
+    return Verdict(float(resolved), resolved, forward, kept, tests, **fields)
