@@ -28,8 +28,8 @@ BASE_URL = "http://127.0.0.1:8400"
 RECORD = "installed.json"
 PROTOCOLS = ("openai-chat", "openai-responses", "anthropic")
 FIELDS = ("task", "base_url", "key", "model", "home", "max_turns", "turn_tokens", "context")
-# A field is {name} alone: {{name}} is left to the harness's own templates, other braces are JSON.
-_FIELD = re.compile(r"(?<!\{)\{(" + "|".join(FIELDS) + r")\}(?!\})")
+# {{...}} is left to the harness's own templates; braces around anything but a field's name are JSON.
+_FIELD = re.compile(r"\{\{.*?\}\}|\{(" + "|".join(FIELDS) + r")\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _KEYS = {"name", "version", "protocol", "user_agent", "side_patterns", "about", "install", "run", "presets"}
 _RUN_KEYS = {"argv", "env", "files", "about"}
@@ -110,7 +110,7 @@ class Harness:
         texts = {k: "0" if v is None else str(v) for k, v in values.items()}
 
         def fill(template: str) -> str:
-            return _FIELD.sub(lambda found: texts[found[1]], template)
+            return _FIELD.sub(lambda found: texts[found[1]] if found[1] else found[0], template)
 
         return Launch(
             [fill(a) for a in self.argv],

@@ -1,0 +1,172 @@
+"""Harness files, templates, installation."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legorl import harness as h
+from legorl.harness.install import install
+
+VALUES = {
+    "task": "do it",
+    "base_url": "http://127.0.0.1:8400",
+    "key": "k3y",
+    "model": "tiny",
+    "home": "/home/agent",
+    "max_turns": 3,
+    "turn_tokens": 64,
+    "context": 2048,
+}
+MINIMAL = """
+name = "mine"
+version = "1"
+protocol = "openai-chat"
+[run]
+argv = ["sh", "-c", "{task}"]
+env = { KEY = "{key}", KEEP = "1" }
+[presets.loud]
+env = { KEY = "loud {key}" }
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize("name", h.built_in())
+def test_every_built_in_harness_loads_with_every_preset_and_fills_every_field(name: str) -> None:
+    plain = h.load_harness(name)
+    import tomllib
+
+    presets = tomllib.loads((h.BUILT_IN / f"{name}.toml").read_text()).get("presets", {})
+    for preset in ["", *presets]:
+        loaded = h.load_harness(f"{name}:{preset}" if preset else name)
+        launch = loaded.launch(VALUES)
+        assert "do it" in launch.argv
+        everything = json.dumps([launch.argv, launch.env, launch.files])
+        assert "k3y" in everything and "http://127.0.0.1:8400" in everything
+        assert not [f for f in h.FIELDS if f"{{{f}}}" in everything.replace("{{task}}", "")]
+        assert (loaded.digest == plain.digest) == (preset == "")
+        assert loaded.version in "".join([*loaded.install.pip, *loaded.install.npm])
+
+
+def test_files_of_the_built_in_harnesses_are_well_formed() -> None:
+    models = h.load_harness("pi").launch(VALUES).files["/home/agent/.pi/agent/models.json"]
+    local = json.loads(models)["providers"]["local"]
+    assert (local["apiKey"], local["models"][0]["contextWindow"], local["models"][0]["maxTokens"]) == ("k3y", 2048, 64)
+    small = h.load_harness("mini-swe-agent:small").launch(VALUES).files["/home/agent/small.yaml"]
+    assert "Task: {{task}}" in yaml.safe_load(small)["agent"]["instance_template"]
+
+
+def test_default_is_the_plain_preset() -> None:
+    assert h.load_harness("mini-swe-agent:default") == h.load_harness("mini-swe-agent")
+
+
+def test_preset_overrides_what_it_names_and_keeps_the_rest(file: Path) -> None:
+    launch = h.load_harness(f"{file}:loud").launch(VALUES)
+    assert launch.argv == ["sh", "-c", "do it"]
+    assert launch.env == {"KEY": "loud k3y", "KEEP": "1"}
+    assert h.load_harness(f"{file}:loud").label == "mine:loud"
+
+
+@given(st.text())
+def test_a_value_is_put_in_as_it_is(text: str) -> None:
+    """A task may hold braces or field names: nothing in it is a template."""
+    made = h.Harness("x", "1", "openai-chat", "", "", "", (), h.Install(), ("{task}", "a{key}b{{task}}"), {}, {})
+    assert made.launch({**VALUES, "task": text}).argv == [text, "ak3yb{{task}}"]
+
+
+def test_json_braces_around_a_field_stay() -> None:
+    made = h.Harness("x", "1", "openai-chat", "", "", "", (), h.Install(), ('{"a":{"b":{context}}}',), {}, {})
+    assert made.launch(VALUES).argv == ['{"a":{"b":2048}}']
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("[run]", "[runs]"), "no key 'run'"),
+        (("argv", "args"), "unknown key 'args'"),
+        (('name = "mine"', 'name = "a/b"'), "may hold only"),
+        (("openai-chat", "smoke-signals"), "is none of"),
+        (('version = "1"', 'version = "1"\nuser_agent = "("'), "not a regular expression"),
+        (('version = "1"', "version = 1x"), "mine.toml"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(file: Path, change: tuple[str, str], complaint: str) -> None:
+    file.write_text(MINIMAL.replace(*change))
+    with pytest.raises(h.HarnessError, match=complaint):
+        h.load_harness(str(file))
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"), [("nobody", "known: mini-swe-agent, pi"), ("pi:huge", "known: default")]
+)
+def test_unknown_names_list_the_known(spec: str, complaint: str) -> None:
+    with pytest.raises(h.HarnessError, match=complaint):
+        h.load_harness(spec)
+
+
+def test_not_installed_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGORL_CACHE", str(tmp_path))
+    with pytest.raises(h.HarnessError, match=r"run: python -m legorl.harness install pi .*make setup"):
+        h.load_harness("pi").check_installed()
+
+
+def wheel(folder: Path, name: str) -> None:
+    """A minimal wheel, so that pip has something to install without an index."""
+    import zipfile
+
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "ANSWER = 42\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_install_is_whole_compiled_readable_and_done_once(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGORL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    wheel(tmp_path, "lego_toy")
+    file.write_text(MINIMAL.replace("[run]", '[install]\npip = ["lego_toy==1.0"]\n[run]'))
+    toy = h.load_harness(str(file))
+    assert not toy.installed
+    assert install(toy)
+    toy.check_installed()
+    assert not install(toy)
+    assert list((toy.folder / "site" / "lego_toy" / "__pycache__").glob("*.cpython-311.pyc"))
+    assert all(p.stat().st_mode & 0o004 for p in toy.folder.rglob("*"))
+    assert toy.mounts == ((toy.folder, "/opt/h"),)
+    # Another list of packages under the same release is another installation.
+    file.write_text(file.read_text().replace('"lego_toy==1.0"', '"lego_toy==1.0", "lego_gone==1.0"'))
+    changed = h.load_harness(str(file))
+    assert not changed.installed
+    with pytest.raises(h.HarnessError, match="lego_gone"):
+        install(changed)
+    # What failed leaves nothing, and what was there stays.
+    assert toy.installed and [p.name for p in toy.folder.parent.iterdir() if not p.name.endswith(".lock")] == ["mine-1"]
+
+
+def test_command_lists_and_refuses() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-m", "legorl.harness", "list"], capture_output=True, text=True, check=True
+    )
+    assert [line.split("\t")[0] for line in listed.stdout.splitlines()] == h.built_in()
+    refused = subprocess.run(
+        [sys.executable, "-m", "legorl.harness", "install", "nobody"], capture_output=True, text=True
+    )
+    assert refused.returncode == 1 and "no harness 'nobody'" in refused.stderr and not refused.stdout
