@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,19 @@ class Terminated(BaseException):
     """SIGTERM arrived. A BaseException, so that no `except Exception` keeps the process alive."""
 
 
+class ReaderGone(Exception):
+    """The reader of our stdout went away (`| head`): a normal end for a Unix tool."""
+
+
 def printable(text: str) -> str:
     """Escape control characters (but newline and tab): text from a sandbox or a model must not drive a terminal."""
     return "".join(
         c if c in "\n\t" or (c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF) else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text
     )
+
+
+_QUIET = "legorl.quiet"
 
 
 def say(message: str) -> None:
@@ -67,13 +75,16 @@ def say(message: str) -> None:
 def quiet() -> bool:
     """Was -q given?"""
     context = click.get_current_context(silent=True)
-    return bool(context and context.find_root().params.get("quiet"))
+    return bool(context and context.meta.get(_QUIET))
 
 
 def emit(line: str) -> None:
     """Data goes to stdout, flushed line by line, so that the next stage of a pipe begins at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise ReaderGone from None
 
 
 def _version(context: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -88,7 +99,6 @@ class _Edge:
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
         kwargs.setdefault("prog_name", Path(sys.argv[0]).name)
-        verbose = "-v" in sys.argv[1:] or "--verbose" in sys.argv[1:]
         try:
             signal.signal(signal.SIGTERM, _raise_terminated)
             code = super().main(*args, **kwargs)  # type: ignore[misc]
@@ -106,13 +116,12 @@ class _Edge:
             code = USAGE
         except click.ClickException as error:
             code = _tell(error.format_message(), error.exit_code)
-        except BrokenPipeError:
-            # The reader of our stdout went away (`| head`): a normal end for a Unix tool.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            code = TERMINATED - 2  # 141, as a shell reports SIGPIPE
+        except ReaderGone:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more to flush at exit
+            code = 128 + signal.SIGPIPE  # as a shell reports it
         except Exception as error:
-            if verbose:
-                raise
+            if logging.getLogger("legorl").isEnabledFor(logging.DEBUG):
+                traceback.print_exc()
             if isinstance(error, Failure):
                 code = _tell(str(error), error.code)
             elif isinstance(error, OSError) and error.errno:
@@ -122,6 +131,12 @@ class _Edge:
             else:
                 code = _tell(f"{type(error).__name__}: {error} (run again with -v for the traceback)", FAILED)
         sys.exit(code if isinstance(code, int) else OK)
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)  # type: ignore[misc]
+        except BrokenPipeError as error:  # some other pipe or socket: click would exit without a word
+            raise Failure("a process or server at the other end of a pipe went away") from error
 
 
 class Command(_Edge, click.Command):
@@ -150,7 +165,7 @@ def command(name: str, group: bool = False) -> Callable[[Callable], Any]:
     """Decorator: make `function` the click command `name`, with -h, --version, -q, -v and the error edge."""
 
     def wrap(function: Callable) -> Any:
-        kind = Group if group else Command
+        kind: Any = Group if group else Command
         make = click.group if group else click.command
         function = click.option(
             "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version and exit."
@@ -173,7 +188,7 @@ def _loudness(_context: click.Context, _param: click.Parameter, value: bool) -> 
 
 def _silence(context: click.Context, _param: click.Parameter, value: bool) -> None:
     if value:  # given before or after the name of a sub-command
-        context.find_root().params["quiet"] = True
+        context.meta[_QUIET] = True
 
 
 def env(name: str) -> str:
