@@ -33,16 +33,15 @@ stamp=.venv/.installed
 wanted=$(sha256sum pyproject.toml | cut -c1-32)-$extra
 models=$("$python" -c 'import sys; sys.path.insert(0, "."); from legorl.paths import cache_dir; print(cache_dir())')/models
 
+# Say it before doing it: disk in MB, time on 2 cores.
 plan=()
-[ ${#packages[@]} = 0 ] || plan+=("  system packages (apt): ${packages[*]}                   about 0.15 GB,  1 min")
-[ "$(cat $stamp 2>/dev/null)" = "$wanted" ] || plan+=("  .venv here: PyTorch and vLLM for $extra, tools for tests    about 4 GB,     5 min")
-[ -e "$models/SmolLM2-135M-Instruct/config.json" ] || plan+=("  model: SmolLM2-135M-Instruct, in $models    about 0.3 GB,   1 min")
-[ -e "$models/../.sandboxes" ] || plan+=("  sandboxes: a user for them where root, a base image         about 0.6 GB,   4 min")
-[ -e "$models/../.harnesses" ] || plan+=("  harnesses: $harnesses                          about 1 GB,     6 min")
-if [ ${#plan[@]} != 0 ]; then
-    echo "setup: will install, with the sizes and times of a machine with 2 cores:" >&2
-    printf '%s\n' "${plan[@]}" >&2
-fi
+will() { plan+=("$(printf '  %-62s %6s MB %4s min' "$1" "$2" "$3")"); }
+[ ${#packages[@]} = 0 ] || will "system packages: ${packages[*]}" 150 1
+[ "$(cat $stamp 2>/dev/null)" = "$wanted" ] || will ".venv here: PyTorch and vLLM for $extra, tools for tests" 4000 6
+[ -e "$models/SmolLM2-135M-Instruct/config.json" ] || will "model SmolLM2-135M-Instruct in $models" 270 1
+[ -e "$models/../.sandboxes" ] || will "sandboxes: a base image, and where root a user to own them" 620 3
+[ -e "$models/../.harnesses" ] || will "harnesses: $harnesses" 500 4
+[ ${#plan[@]} = 0 ] || printf '%s\n' "setup: will install what is missing here:" "${plan[@]}" >&2
 
 if [ ${#packages[@]} != 0 ]; then
     if [ "$(id -u)" = 0 ]; then
