@@ -339,14 +339,21 @@ def _row(job: Job, settings: Settings, health: Health, clock: _Clock, found: _Fo
         turns=turns,
         **{phase: spent for phase, spent in clock.seconds.items() if phase != "rest"},
     )
-    row["try"] = len(job.history) + 1
+    row["try"] = len(job.history)
     return row
 
 
 def patched_files(patch: bytes) -> list[str]:
-    """Paths that a git diff names, as they stand in it (quoted by git where they hold odd characters)."""
-    heads = (line for line in patch.split(b"\n") if line.startswith(b"diff --git "))
-    return [head.decode(errors="backslashreplace").rsplit(" b/", 1)[-1].rsplit(' "b/', 1)[-1] for head in heads]
+    """Paths in a git diff made without rename detection, where both sides of `diff --git` carry the same name."""
+    names = []
+    for line in patch.split(b"\n"):
+        if line.startswith(b"diff --git "):
+            both = line.removeprefix(b"diff --git ")
+            name = both[len(both) // 2 + 1 :]
+            if name.startswith(b'"'):  # git escapes odd characters as in C
+                name = name[1:-1].decode("unicode_escape").encode("latin-1")
+            names.append(name.removeprefix(b"b/").decode(errors="backslashreplace"))
+    return names
 
 
 def as_try(row: dict[str, Any]) -> dict[str, Any]:

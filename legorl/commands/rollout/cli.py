@@ -146,6 +146,7 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
     from legorl.commands.rollout.durable import Store
     from legorl.commands.rollout.schedule import make_all
     from legorl.control import Control
+    from legorl.sandbox.probe import ensure_ready
     from legorl.shards import OutDir, Plan
 
     policy = open_checkpoint(wanted["policy"]) if wanted["policy"] else None
@@ -164,9 +165,11 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
     config = {**config, "policy": digest, "tasks": {t.id: t.digest for t in tasks}}
     if wanted["serve"] is None:
         raise Failure("no lego-serve to talk to: run this under `lego-serve MODEL -- ...`, or give --serve SOCKET")
-    with OutDir(out, config):
-        async with Control(wanted["serve"]) as control:
-            health = await control.health()
+    async with Control(wanted["serve"]) as control:
+        health = await control.health()
+        for limits in {t.limits for t in tasks}:
+            await ensure_ready(limits)
+        with OutDir(out, config):
             if policy and (health.digest, health.version) != (policy.digest, policy.version):
                 say(f"lego-rollout: loading {policy.path} (version {policy.version})")
                 await control.load_weights(policy.path, policy.version)
