@@ -90,8 +90,8 @@ def _turn(turn: dict[str, Any], node: tree.Node, full: bool) -> Iterator[str]:
     mean = f"{sum(logprobs) / len(logprobs):.3f}" if len(logprobs) else "-"
     versions = ", ".join(str(v["version"]) for v in turn["versions"] or []) or "-"
     yield (
-        f"● turn {node.index}: {where}; prompt {node.prompt_len} (+{len(node.context_ids)}), "
-        f"sampled {len(node.completion_ids)}, mean log p {mean}, version {versions}, {turn['finish_reason'] or '-'}"
+        f"● turn {node.index}: {cell(where)}; prompt {node.prompt_len} (+{len(node.context_ids)}), "
+        f"sampled {len(node.completion_ids)}, mean log p {mean}, version {versions}, {cell(turn['finish_reason'])}"
     )
     yield (
         f"  queued {_seconds(turn['queue_s'])}, prefill {_seconds(turn['prefill_s'])}, "
