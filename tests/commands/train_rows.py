@@ -23,6 +23,7 @@ def tiny_llama(folder: Path, seed: int = 0, **config: Any) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.set_num_threads(1)  # beside other work, two threads on such small matrices wait for each other
     torch.manual_seed(seed)
     settings = {
         "vocab_size": VOCABULARY,

@@ -64,9 +64,12 @@ def parse_gate(text: str | None, dtype: str) -> dict[str, float]:
             continue
         if name not in FIGURES and name != "lagged_ess":
             raise ValueError(f"no figure {name!r}; known: {', '.join([*FIGURES, 'lagged_ess'])}")
-        thresholds[name] = float(value)
+        try:
+            thresholds[name] = float(value)
+        except ValueError:
+            thresholds[name] = math.nan
         if not math.isfinite(thresholds[name]):
-            raise ValueError(f"{name}={value}: a threshold is a finite number")
+            raise ValueError(f"{part.strip()}: a threshold is written as NAME=NUMBER")
     return thresholds
 
 

@@ -1,8 +1,8 @@
-"""Shards in, one row an attempt out: graded over ungraded, the newest grading first.
+"""Shards in, one row an attempt out: its last try, graded over ungraded, the newest grading first.
 
     tally = Tally(); rows = read_rows(open_shards(paths), tally); tally.complaint()
 
-Two rows of one attempt may differ in their grades. They may not differ in what was sampled: that is a CheckError.
+Two rows of one try of an attempt may differ in their grades, not in what was sampled: that is a CheckError.
 """
 
 import datetime
@@ -16,8 +16,8 @@ from legorl.options import CHECK
 from legorl.shards import Shard, Tally
 
 COLUMNS = (
-    "attempt_id", "group_id", "run", "step", "task_id", "harness", "model", "weights", "tokenizer_digest", "outcome",
-    "blame", "reward", "graded_at",
+    "attempt_id", "try", "group_id", "run", "step", "harness", "weights", "tokenizer_digest", "blame", "reward",
+    "graded_at",
 )  # fmt: skip
 TURN_COLUMNS = (
     "index", "parent", "prefix_len", "cause", "context_ids", "completion_ids", "logprobs", "temperature", "support",
@@ -42,28 +42,26 @@ class CheckError(BatchError):
 def read_rows(shards: Iterable[Shard], tally: Tally) -> list[dict[str, Any]]:
     """Read each shard as it arrives; return one row an attempt, by attempt_id, and tell `tally` what was seen.
 
-    Only the columns that training needs are read. Raises ShardError, and CheckError for two rows of one attempt whose
+    Only the columns that training needs are read. Raises ShardError, and CheckError for two rows of one try whose
     sampled tokens differ.
     """
-    chosen: dict[str, tuple[dict[str, Any], Shard]] = {}
+    chosen: dict[str, dict[str, Any]] = {}
+    first: dict[tuple[str, int], tuple[dict[str, Any], Shard]] = {}
     for shard in shards:
         rows = _rows(shard)
         for row in rows:
             row["turns"] = row["turns"] or []
             name = row["attempt_id"]
-            if name not in chosen:
-                chosen[name] = (row, shard)
-                continue
-            other, source = chosen[name]
-            if _tokens(other) != _tokens(row):
+            other, source = first.setdefault((name, row["try"] or 0), (row, shard))
+            if other is not row and _tokens(other) != _tokens(row):
                 raise CheckError(
                     f"{name}: sampled tokens in {shard.path} differ from those in {source.path}; "
                     "two different attempts carry one name, so keep only one of the files"
                 )
-            if _rank(row) > _rank(other):
-                chosen[name] = (row, shard)
+            if name not in chosen or _rank(row) > _rank(chosen[name]):
+                chosen[name] = row
         tally.add(shard, [row["attempt_id"] for row in rows])
-    return [chosen[name][0] for name in sorted(chosen)]
+    return [chosen[name] for name in sorted(chosen)]
 
 
 def _rows(shard: Shard) -> list[dict[str, Any]]:
@@ -76,14 +74,15 @@ def _rows(shard: Shard) -> list[dict[str, Any]]:
     return table.set_column(place, "turns", table["turns"].cast(narrow)).to_pylist()
 
 
-def _rank(row: dict[str, Any]) -> tuple[bool, datetime.datetime]:
-    """Graded over ungraded, then by the time of grading."""
+def _rank(row: dict[str, Any]) -> tuple[int, bool, datetime.datetime]:
+    """The later try, then graded over ungraded, then the newest grading."""
     never = datetime.datetime.min.replace(tzinfo=datetime.UTC)
-    return row["graded_at"] is not None, row["graded_at"] or never
+    return row["try"] or 0, row["graded_at"] is not None, row["graded_at"] or never
 
 
-def _tokens(row: dict[str, Any]) -> list[tuple[Any, ...]]:
-    return [tuple(turn[name] for name in TOKEN_COLUMNS) for turn in row["turns"]]
+def _tokens(row: dict[str, Any]) -> str:
+    # As text, because a record cut short may hold NaN, which equals nothing.
+    return repr([[turn[name] for name in TOKEN_COLUMNS] for turn in row["turns"]])
 
 
 def digest_of(rows: Iterable[dict[str, Any]]) -> str:

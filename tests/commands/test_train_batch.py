@@ -1,0 +1,206 @@
+"""From rows to a batch: validity, advantages, reasons, lags, and paths that hold every target once."""
+
+import datetime
+
+import numpy as np
+import pytest
+from builders import EPOCH, group, shard, trajectory, turn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legorl import tree
+from legorl.commands.train.batch import ModelFacts, make_batch
+from legorl.commands.train.pack import micro_batches, padded, samples_of
+from legorl.commands.train.rows import BatchError, CheckError, read_rows
+from legorl.shards import Tally, open_shards
+
+DIGEST = "2" * 32  # that of the builders' weights
+FACTS = ModelFacts(version=0, digest=DIGEST, vocabulary=1000, context=64, tokenizer_digest=None)
+
+
+def batch_of(rows, facts=FACTS, max_lag=4):
+    return make_batch(rows, facts, max_lag)
+
+
+def advantages(batch):
+    return {
+        row["attempt_id"].rsplit(".", 1)[1]: float(batch.tokens.advantage[batch.tokens.attempt == k][0])
+        for k, row in enumerate(batch.rows)
+        if (batch.tokens.attempt == k).any()
+    }
+
+
+def test_advantage_is_reward_in_sample_deviations_of_its_valid_siblings():
+    got = advantages(batch_of(group([1.0, 0.0, 0.0, 0.0])))
+    assert got["0"] == pytest.approx(0.75 / (0.5 + 1e-4)) and got["1"] == pytest.approx(-0.25 / (0.5 + 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"outcome": "engine_lost"}, "infra"),
+        ({"outcome": "task_broken"}, "task"),
+        ({"outcome": "finished"}, "ungraded"),
+        ({"outcome": "grader_crash", "reward": 0.0}, "infra"),  # blame decides, whatever the reward column holds
+    ],
+)
+def test_an_attempt_that_is_not_valid_moves_no_baseline(fields, reason):
+    rows = group([1.0, 0.0])
+    wanted = advantages(batch_of(rows))
+    batch = batch_of([*rows, trajectory(attempt=2, **fields)])
+    got = advantages(batch)
+    assert np.isnan(got.pop("2")) and got == wanted
+    assert batch.counts() == {"trained": 8, reason: 4}
+
+
+def test_groups_without_a_difference_have_no_advantage():
+    batch = batch_of([*group([1.0, 1.0], "same"), *group([0.5], "one"), *group([1.0, None], "left")])
+    assert batch.counts() == {"no_variance": 8, "alone": 8, "ungraded": 4}
+    assert np.isnan(batch.tokens.advantage).all()
+    assert len(batch.samples) == 4  # comparable: three groups' valid attempts
+
+
+def test_each_reason_of_a_token():
+    turns = [
+        turn(0, completion_ids=range(4), drops=[{"start": 1, "length": 2, "reason": "cut"}]),
+        turn(1, 0, 7, completion_ids=[5], support="top_p"),
+        turn(2, 0, 7, context_ids=[8], completion_ids=[9], foreign=True),
+        turn(3, context_ids=range(100, 160), completion_ids=range(200, 210)),
+        turn(4, context_ids=[500], completion_ids=[501], version=3),
+    ]
+    weights = [{"version": 0, "digest": "old", "path": None}, {"version": 3, "digest": "newer", "path": None}]
+    rows = [
+        trajectory(attempt=0, reward=1.0, turns=turns, weights=weights),
+        trajectory(attempt=1, reward=0.0, turns=[]),
+    ]
+    facts = ModelFacts(4, "newest", 1000, 64, None)
+    assert batch_of(rows, facts).counts() == {"trained": 8, "cut": 2, "support": 1, "foreign": 1, "too_long": 5}
+    stale = batch_of(rows, facts, max_lag=1)
+    assert stale.counts() == {"stale": 7, "trained": 1, "cut": 2, "support": 1, "foreign": 1, "too_long": 5}
+    assert set(stale.tokens.lag[stale.tokens.turn == 4]) == {1}
+    long = stale.tokens.reason[stale.tokens.turn == 3]
+    assert long.tolist() == ["stale"] * 5 + ["too_long"] * 5  # 60 of prompt: the 65th token can still be predicted
+
+
+def test_a_record_cut_short_by_infrastructure_is_counted_all_the_same():
+    broken = trajectory(attempt=2, outcome="capture_incomplete")
+    broken["turns"][0] |= {"logprobs": [], "versions": []}
+    assert batch_of([*group([1.0, 0.0]), broken]).counts() == {"trained": 8, "infra": 4}
+
+
+def test_the_same_weights_under_another_version_are_lag_zero():
+    rows = group([1.0, 0.0])
+    assert set(batch_of(rows, ModelFacts(7, DIGEST, 1000, 64, None)).tokens.lag) == {0}
+    assert set(batch_of(rows, ModelFacts(7, "other", 1000, 64, None), max_lag=9).tokens.lag) == {7}
+
+
+@pytest.mark.parametrize(
+    ("change", "facts", "error", "words"),
+    [
+        ({}, {"digest": "f00"}, CheckError, rf"version 0 had weights {DIGEST}.*has f00"),
+        ({"weights": [{"version": 5, "digest": "x", "path": ""}]}, {}, CheckError, "version 0, which its column"),
+        ({"tokenizer_digest": "t1"}, {"tokenizer_digest": "3" * 32}, CheckError, "tokenizer t1.*has 333"),
+        ({}, {"vocabulary": 120}, CheckError, "token 151.*ends at 119"),
+        ({"reward": float("nan")}, {}, BatchError, "its reward is nan"),
+        ({"turns": [turn(logprobs=[-1.0, float("nan")])]}, {}, BatchError, "turn 0: a log-probability is not a finite"),
+        ({"turns": [turn(temperature=0.0)]}, {}, BatchError, "temperature 0"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_by_name(change, facts, error, words):
+    rows = group([1.0, 0.0])
+    rows[1] |= change
+    with pytest.raises(error, match=words) as caught:
+        batch_of(rows, ModelFacts(**vars(FACTS) | facts))
+    assert "r1.0.mini-swe-agent.task-a." in str(caught.value)
+
+
+def test_a_turn_without_a_prompt_is_refused():
+    rows = group([1.0, 0.0])
+    rows[0]["turns"] = [turn() | {"context_ids": []}]
+    with pytest.raises(BatchError, match="no prompt"):
+        batch_of(rows)
+
+
+def test_tokens_of_newer_weights_are_refused():
+    weights = [{"version": 3, "digest": "later", "path": ""}]
+    with pytest.raises(CheckError, match="version 3, newer than version 0"):
+        batch_of(group([1.0, 0.0], turns=[turn(version=3)], weights=weights))
+
+
+def _read(tmp_path, *files):
+    paths = [shard(tmp_path / f"{k}.parquet", rows) for k, rows in enumerate(files)]
+    return read_rows(open_shards(paths), Tally())
+
+
+def test_one_row_an_attempt_the_newest_grading(tmp_path):
+    later = {"graded_at": EPOCH + datetime.timedelta(days=1)}
+    files = [[trajectory(reward=1.0, **later)], [trajectory(reward=0.5)], [trajectory()]]
+    for order in (files, files[::-1]):
+        assert [row["reward"] for row in _read(tmp_path, *order)] == [1.0]
+
+
+def test_a_later_try_replaces_the_earlier_one(tmp_path):
+    first = trajectory(outcome="engine_lost", turns=[turn(completion_ids=[1])])
+    second = trajectory(reward=1.0) | {"try": 1}
+    for order in ([first], [second]), ([second], [first]):
+        assert [row["try"] for row in _read(tmp_path, *order)] == [1]
+
+
+def test_two_rows_of_one_try_with_other_tokens_are_a_conflict(tmp_path):
+    other = trajectory(reward=1.0)
+    other["turns"][1]["logprobs"] = [-9.0, -9.0]
+    with pytest.raises(CheckError, match=r"task-a\.0: sampled tokens in .*1\.parquet differ.*0\.parquet") as caught:
+        _read(tmp_path, [trajectory(reward=1.0)], [other])
+    assert caught.value.code == 4
+
+
+@st.composite
+def trees(draw):
+    """Turns that share any prefix with any earlier turn, over few tokens, so that coincidences happen."""
+    turns = []
+    for index in range(draw(st.integers(1, 7))):
+        nodes = tree.nodes_of(turns)
+        parent = draw(st.integers(-1, index - 1))
+        length = 0 if parent < 0 else draw(st.integers(0, nodes[parent].path_len))
+        context = draw(st.lists(st.integers(0, 2), min_size=0 if length else 1, max_size=4))
+        prompt = np.concatenate(
+            [tree.path_ids(nodes, parent, length) if parent >= 0 else tree.ids([]), tree.ids(context)]
+        )
+        parent, length = tree.place(nodes, prompt)
+        completion = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+        turns.append(turn(index, parent, length, completion_ids=completion) | {"context_ids": prompt[length:].tolist()})
+    return turns
+
+
+@given(trees(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_wanted_token_is_a_target_once_behind_its_own_prefix(turns, data):
+    tree.check(turns)
+    nodes = tree.nodes_of(turns)
+    tokens = [(t, k) for t, node in enumerate(nodes) for k in range(len(node.completion_ids))]
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool)
+    samples = samples_of(nodes, 3, 100, wanted)
+    seen = [int(entry) for sample in samples for entry in sample.index]
+    assert sorted(seen) == (100 + np.flatnonzero(wanted)).tolist()
+    assert len(samples) <= len(tree.leaves(nodes))
+    for sample in samples:
+        assert sample.attempt == 3 and len(sample.ids) == sample.positions[-1] + 1  # nothing is read behind the last
+        for position, entry in zip(sample.positions, sample.index, strict=True):
+            t, k = tokens[entry - 100]
+            assert sample.ids[: position + 1].tolist() == tree.path_ids(nodes, t, nodes[t].prompt_len + k).tolist()
+
+
+@given(trees(), st.integers(1, 40))
+@settings(max_examples=50, deadline=None)
+def test_micro_batches_keep_to_the_budget_and_lose_nothing(turns, budget):
+    nodes = tree.nodes_of(turns)
+    samples = samples_of(nodes, 0, 0, np.ones(sum(len(n.completion_ids) for n in nodes), bool))
+    micros = micro_batches(samples, budget)
+    assert sorted(id(s) for micro in micros for s in micro) == sorted(map(id, samples))
+    for micro in micros:
+        ids, rows, positions, index = padded(micro)
+        assert ids.size <= budget or len(micro) == 1
+        assert [ids[r, p] for r, p in zip(rows, positions, strict=True)] == [
+            sample.ids[p] for sample in micro for p in sample.positions
+        ]
+        assert index.tolist() == [int(entry) for sample in micro for entry in sample.index]
