@@ -3,13 +3,12 @@
 from legorl.sandbox.container import RunResult, Sandbox, Spec, open_sandbox
 from legorl.sandbox.errors import ImageMissing, LimitsError, PatchUnusable, PodmanMissing, SandboxError, SandboxLost
 from legorl.sandbox.image import BASE_IMAGE
+from legorl.sandbox.leftovers import reap
 from legorl.sandbox.limits import Evidence
-from legorl.sandbox.probe import Check, ensure_ready, probe
-from legorl.sandbox.reap import reap
+from legorl.sandbox.probe import ensure_ready
 
 __all__ = [
     "BASE_IMAGE",
-    "Check",
     "Evidence",
     "ImageMissing",
     "LimitsError",
@@ -22,6 +21,5 @@ __all__ = [
     "Spec",
     "ensure_ready",
     "open_sandbox",
-    "probe",
     "reap",
 ]

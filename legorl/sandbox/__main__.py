@@ -43,7 +43,7 @@ def probe(as_json: bool) -> None:
 @main.command("reap", cls=Command, context_settings=CONTEXT)
 def reap() -> None:
     """Remove containers, cgroups and pid files of dead owners; the containers' names on stdout."""
-    from legorl.sandbox.reap import reap
+    from legorl.sandbox.leftovers import reap
 
     for name in asyncio.run(reap()):
         emit(name)

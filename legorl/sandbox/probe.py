@@ -20,7 +20,7 @@ from legorl import paths
 from legorl.sandbox import container, limits, owner, podman, supplies
 from legorl.sandbox.container import Sandbox, Spec, open_sandbox
 from legorl.sandbox.errors import LimitsError, SandboxError
-from legorl.sandbox.reap import reap
+from legorl.sandbox.leftovers import reap
 from legorl.task import Limits
 
 _LIMITS = Limits(memory_mb=32, disk_mb=16, processes=24, cpus=0.25)

@@ -109,8 +109,8 @@ class Repositories:
         with self._open(repo) as git_dir:
             env = trees.git_environment(repo, None)
             git(["init", "-q", "-b", "main", "--template=", "."], env, repo, 60)
-            git(["config", "user.name", "agent"], env, repo, 60)
-            git(["config", "user.email", "agent@localhost"], env, repo, 60)
+            if trouble := as_agent(lambda: trees.name_the_agent(repo)):
+                raise RuntimeError(f"cannot configure git in {repo}: {trouble}")
             git(["add", "-A", "-f"], env, repo, 300)
             git(["commit", "-q", "--allow-empty", "--no-verify", "-m", "Initial commit"], env, repo, 300)
             private = trees.git_environment(repo, git_dir)

@@ -68,6 +68,12 @@ def make_git_dir(path: str) -> None:
             file.write(text)
 
 
+def name_the_agent(repo: str) -> None:
+    """Let the agent commit in its own repository without more ado."""
+    with open(f"{repo}/.git/config", "a") as file:
+        file.write("[user]\n\tname = agent\n\temail = agent@localhost\n")
+
+
 def unpack(source: BinaryIO, target: str) -> None:
     """Unpack an uncompressed tar stream under `target`. What it brings replaces what is in the way, links included.
 
