@@ -120,12 +120,12 @@ def test_comparable_attempts_are_read_up_to_gate_tokens(world):
 def test_gradient_checkpointing_changes_nothing_but_memory(world):
     import torch
 
-    gradients = []
+    gradients, rows = [], sample_rows(world)
     for settings in (Settings(), Settings(gradient_checkpointing=True)):
         one = trainer(world, settings)
         calls = []
         one.model.model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        batch = make_batch(sample_rows(world), facts_of(world.checkpoint), 4)
+        batch = make_batch(rows, facts_of(world.checkpoint), 4)
         one.run(batch, lambda one=one: gradients.append([p.grad.clone() for p in one.model.parameters()]))
         assert len(calls) == (3 if settings.gradient_checkpointing else 2)  # one more forward, of the trained batch
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
