@@ -5,13 +5,14 @@ listed in `EXPECTED`) and the edge turns that into one line on stderr and an exi
 Nothing here imports torch, vllm, transformers or duckdb: `--help` stays quick.
 """
 
+import asyncio
 import json
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,34 @@ def _tell(message: str, code: int) -> int:
 
 def _raise_terminated(_signum: int, _frame: Any) -> None:
     raise Terminated
+
+
+def run(work: Coroutine[Any, Any, int]) -> int:
+    """Run `work` as the whole of a command: the first SIGINT or SIGTERM cancels it so that it cleans up, the second kills.
+
+    A handler that raises, as outside of asyncio, would do so inside any callback, and some of those swallow it.
+    """
+    return asyncio.run(_interruptible(work))
+
+
+async def _interruptible(work: Coroutine[Any, Any, int]) -> int:
+    loop, task, caught = asyncio.get_running_loop(), asyncio.ensure_future(work), []
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        raise (KeyboardInterrupt if caught[0] == signal.SIGINT else Terminated) from None
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": None, "max_content_width": 110}

@@ -3,6 +3,7 @@
 All attempts at one task are graded in one run, because a container costs a second: `graded` is that run.
 """
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from builders import shard, trajectory
 
 from legorl import shards
+from legorl.sandbox.podman import podman
 from legorl.task import load_task
 
 pytestmark = pytest.mark.podman
@@ -298,13 +300,48 @@ def test_bad_input_gets_one_line(task: Path, tmp_path: Path) -> None:
     assert "no such file" in refused(tmp_path / "none.parquet", "--out", out)
     assert "lies in --out" in refused(good, "--out", tmp_path)
     assert "no shard arrived" in refused("-", "--out", out)
-    assert "Podman" in refused(good, "--out", out, PATH="/nonexistent")
+    assert "podman is not installed" in refused(good, "--out", out, PATH="/nonexistent")
     changed = attempt(task, 0, b"") | {"task_digest": "0" * 32}
     assert "has changed since the rollout" in refused(shard(tmp_path / "c.parquet", [changed]), "--out", out)
     assert [p.name for p in out.glob("*.parquet")] == []
     with shards.OutDir(tmp_path / "held", {"grader": "x"}):
         assert "is writing here" in refused(good, "--out", tmp_path / "held")
     assert "made with other settings" in refused(good, "--out", tmp_path / "held")
+
+
+async def _container_of(run: str) -> str:
+    """Wait for the container of `run` and return its name."""
+    while True:
+        listed = await podman("ps", "--filter", f"label=legorl.run={run}", "--format", "{{.Names}}")
+        if names := listed.out.split():
+            return names[0].decode()
+
+
+def test_what_happens_to_the_sandbox_from_outside_is_not_the_agents_doing(task: Path, tmp_path: Path) -> None:
+    hang = {"calc.py": "import time\ntime.sleep(999)\n"}
+    run = f"killed-{os.getpid()}"
+    row = attempt(task, 0, make_patch(task, tmp_path, hang), run=run)
+    source = shard(tmp_path / "g.parquet", [row])
+    argv = [*GRADE, str(source), "--out", str(tmp_path / "out"), "--retries", "0"]
+
+    async def kill_first() -> None:
+        await podman("kill", "--signal", "KILL", await _container_of(run))
+
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        asyncio.run(asyncio.wait_for(kill_first(), 60))
+        _, words = process.communicate(timeout=60)
+    assert process.returncode == 3, words
+    (row,) = rows_of(tmp_path / "out" / "g.parquet")
+    assert (row["outcome"], row["blame"], row["reward"]) == ("grader_crash", "infra", None)
+
+    # The rerun tries it again; asked to stop, it leaves no container behind.
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        asyncio.run(asyncio.wait_for(_container_of(run), 60))
+        process.terminate()
+        _, words = process.communicate(timeout=60)
+    assert process.returncode == 143, words
+    listed = asyncio.run(podman("ps", "-a", "--filter", f"label=legorl.run={run}", "--format", "{{.Names}}"))
+    assert listed.out.split() == []
 
 
 def test_usage_needs_no_heavy_import() -> None:

@@ -61,7 +61,7 @@ def main(paths: tuple[str, ...], out: Path, concurrency: int, retries: int, max_
     from legorl.shards import OutDir
 
     with OutDir(out, {"grader": GRADER}):
-        return asyncio.run(_Grading(out, concurrency, retries).run(chain([first], arriving), max_lost))
+        return options.run(_Grading(out, concurrency, retries).run(chain([first], arriving), max_lost))
 
 
 class _Grading:
@@ -82,6 +82,8 @@ class _Grading:
         self.tally = Tally()
         self.names: set[str] = set()
         self.programs = programs_dir()
+        self.probed = asyncio.Lock()
+        self.ready: set[Any] = set()
         self.resolved = self.unresolved = self.lost = self.kept = 0
         self.bar = tqdm(unit="attempt", file=sys.stderr, disable=quiet() or not sys.stderr.isatty(), leave=False)
 
@@ -152,6 +154,7 @@ class _Grading:
         changes = earlier.get(rows.key_of(row))
         if changes is None:
             async with self.rows:
+                await self._ensure_ready(job.task.limits)
                 verdict = await grading.grade(job, self.programs, self.retries)
             changes = rows.changes_of(verdict, GRADER)
         self.resolved += changes.get("reward") == 1.0
@@ -159,6 +162,15 @@ class _Grading:
         self.lost += changes.get("reward") is None
         self.bar.update()
         return changes
+
+    async def _ensure_ready(self, limits: Any) -> None:
+        """Refuse to grade where limits are not enforced. Asked only when something is left to grade."""
+        from legorl.sandbox import ensure_ready
+
+        async with self.probed:
+            if limits not in self.ready:
+                await ensure_ready(limits)
+                self.ready.add(limits)
 
 
 def _first(error: BaseException) -> BaseException:
