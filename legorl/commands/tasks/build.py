@@ -57,7 +57,6 @@ def write_tasks(drafts: Iterable[Draft], out: Path) -> Iterator[Path]:
 
     Raises TaskError if a solution fails or changes nothing, OSError if the folder cannot be written.
     """
-    out = out.resolve()
     shutil.rmtree(out / PARTIAL, ignore_errors=True)
     source = iter(drafts)
     while batch := list(islice(source, BATCH)):
