@@ -20,9 +20,16 @@ COMMANDS = ("tasks", "serve", "rollout", "grade", "train", "inspect")
 HEAVY = ("torch", "vllm", "transformers", "duckdb")
 
 PROBE = '''
-import errno, os, signal, sys, time
+import asyncio, errno, os, signal, sys, time
 import click
 from legorl import options, shards
+
+async def task():
+    options.emit("ready")
+    try:
+        await asyncio.sleep(60)
+    finally:
+        options.emit("cleaned up")
 
 @options.command("lego-probe")
 @options.option("--level", type=int, default=1, help="A number.")
@@ -48,6 +55,8 @@ def main(level, how, max_lost, paths):
     elif how == "hang":
         options.emit("ready")
         time.sleep(60)
+    elif how == "task":
+        options.run(task())
     elif how == "failure":
         raise options.Failure("two\\nlines \\x1b[31m", options.CHECK)
     elif how == "shard":
@@ -123,12 +132,13 @@ def test_a_reader_that_goes_away_is_no_error(probe):
     ("number", "code", "says"),
     [(signal.SIGTERM, options.TERMINATED, "terminated"), (signal.SIGINT, options.INTERRUPTED, "interrupted")],
 )
-def test_signals(probe, number, code, says):
-    process = subprocess.Popen([*probe, "--how", "hang"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(("how", "after"), [("hang", ""), ("task", "cleaned up\n")])
+def test_signals(probe, how, after, number, code, says):
+    process = subprocess.Popen([*probe, "--how", how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    _, words = process.communicate(timeout=60)
-    assert (process.returncode, words.strip()) == (code, f"lego-probe: {says}")
+    data, words = process.communicate(timeout=60)
+    assert (process.returncode, data, words.strip()) == (code, after, f"lego-probe: {says}")
 
 
 def test_paths_come_from_arguments_from_a_dash_or_from_stdin(probe):
