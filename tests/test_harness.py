@@ -67,6 +67,14 @@ def test_files_of_the_built_in_harnesses_are_well_formed() -> None:
     assert "Task: {{task}}" in yaml.safe_load(small)["agent"]["instance_template"]
 
 
+def test_the_documented_example_is_a_harness(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "harnesses.md").read_text()
+    (tmp_path / "loop.toml").write_text(text.split("```toml\n")[1].split("```")[0])
+    launch = h.load_harness(str(tmp_path / "loop.toml")).launch(VALUES)
+    assert launch.argv[1] == "/home/agent/loop.py"
+    compile(launch.files["/home/agent/loop.py"], "loop.py", "exec")
+
+
 def test_default_is_the_plain_preset() -> None:
     assert h.load_harness("mini-swe-agent:default") == h.load_harness("mini-swe-agent")
 

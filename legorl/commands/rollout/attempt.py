@@ -21,7 +21,7 @@ from typing import Any
 from legorl import schema, tree
 from legorl.commands.rollout.verdict import Seen, decide
 from legorl.control import Closed, Control, Health, ServeError, Session, SessionRequest
-from legorl.harness import BASE_URL, Harness, Launch
+from legorl.harness import BASE_URL, Harness, HarnessError, Launch
 from legorl.options import printable
 from legorl.outcomes import blame_of
 from legorl.sandbox import (
@@ -190,12 +190,12 @@ async def _prepare(box: Sandbox, job: Job, settings: Settings, health: Health, s
 
 
 def pack_home(files: dict[str, str]) -> bytes:
-    """Return the harness's files as a tar of the home folder. Raises ValueError for a path outside it."""
+    """Return the harness's files as a tar of the home folder. Raises HarnessError for a path outside it."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for path, text in files.items():
             if not path.startswith(HOME + "/") or ".." in path.split("/"):
-                raise ValueError(f"a harness can write only into its home: {path}")
+                raise HarnessError(f"a harness file can write only below {{home}}, not {path}")
             body = text.encode()
             info = tarfile.TarInfo(path[len(HOME) + 1 :])
             info.size, info.mode = len(body), 0o600
