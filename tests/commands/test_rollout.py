@@ -109,7 +109,7 @@ def test_the_clock_stands_while_a_turn_waits_or_runs() -> None:
 def test_harness_files_stay_in_the_home_folder() -> None:
     assert pack_home({HOME + "/.pi/agent/models.json": "{}"})
     for path in ("/etc/passwd", HOME + "/../../etc/x", HOME + "x/y"):
-        with pytest.raises(HarnessError, match="only below {home}"):
+        with pytest.raises(HarnessError, match="only below"):
             pack_home({path: ""})
 
 
