@@ -11,7 +11,16 @@ import pytest
 from sandbox.boxes import SMALL, Boxes, sh, tar
 
 from legorl import paths
-from legorl.sandbox import ImageMissing, Sandbox, SandboxError, SandboxLost, Spec, open_sandbox
+from legorl.sandbox import (
+    ImageMissing,
+    PodmanMissing,
+    Sandbox,
+    SandboxError,
+    SandboxLost,
+    Spec,
+    ensure_ready,
+    open_sandbox,
+)
 
 pytestmark = pytest.mark.podman
 
@@ -223,14 +232,23 @@ def test_a_request_cut_short_does_not_answer_the_next_one(do):
     do(cut())
 
 
-def test_a_missing_image_and_a_missing_mount_are_named(do):
-    async def opening(**fields) -> None:
-        async with open_sandbox(Spec(name="no", run="tests", limits=SMALL, **fields)):
-            raise AssertionError("opened")
+async def _opening(**fields) -> None:
+    async with open_sandbox(Spec(name="no", run="tests", limits=SMALL, **fields)):
+        raise AssertionError("opened")
 
+
+def test_a_missing_image_and_a_missing_mount_are_named(do):
     with pytest.raises(ImageMissing, match="make setup"):
-        do(opening(image="localhost/no-such-image:1"))
+        do(_opening(image="localhost/no-such-image:1"))
     with pytest.raises(SandboxError, match="/no/such/folder"):
-        do(opening(mounts=((Path("/no/such/folder"), "/opt/h"),)))
+        do(_opening(mounts=((Path("/no/such/folder"), "/opt/h"),)))
     with pytest.raises(SandboxError, match="comma"):
-        do(opening(mounts=((Path("/a,b"), "/opt/h"),)))
+        do(_opening(mounts=((Path("/a,b"), "/opt/h"),)))
+
+
+def test_without_podman_the_message_says_how_to_get_it(do, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PodmanMissing, match="make setup"):
+        do(ensure_ready())
+    with pytest.raises(PodmanMissing, match="apt-get install podman"):
+        do(_opening())

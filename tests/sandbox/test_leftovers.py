@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from legorl.sandbox import limits, owner, reap
+from legorl.sandbox import BASE_IMAGE, limits, owner, reap
 from legorl.sandbox.podman import pid_folder, podman
 
 _OWNER = """
@@ -42,6 +42,15 @@ def test_leftovers_of_a_killed_owner_are_removed(podman_too: bool, do):
     assert name not in do(podman("ps", "-a", "--format", "{{.Names}}")).out.decode().split()
     assert not [folder for folder in limits.leftover_cgroups() if folder.name.endswith(unique)]
     assert not list(pid_folder().glob(f"*{unique}.pid"))
+
+
+@pytest.mark.podman
+def test_a_container_that_was_never_started_is_removed(do):
+    name = f"legorl-never-{os.getpid()}"
+    labels = ("--label", "legorl=1", "--label", "legorl.owner=00000000.1.1")
+    do(podman("create", "--pull=never", "--network", "none", "--name", name, *labels, BASE_IMAGE, "true"))
+    assert name in do(reap())
+    assert do(podman("container", "exists", name, check=False)).code == 1
 
 
 @pytest.mark.podman
