@@ -165,6 +165,8 @@ def pack(folder: Path) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for file in sorted(folder.rglob("*"), key=os.fsencode):
             info = tar.gettarinfo(file, arcname=str(file.relative_to(folder)))
+            if info.islnk():  # the second name of one file: a file of its own, as in git
+                info.type, info.size = tarfile.REGTYPE, file.stat().st_size
             info.uid = info.gid = 0
             info.uname = info.gname = ""
             info.mtime = 0

@@ -128,6 +128,13 @@ def test_the_digest_ignores_times_and_place(folder, tmp_path):
     assert load_task(tmp_path / "elsewhere").digest == before
 
 
+def test_a_pack_holds_both_names_of_a_hard_link(tmp_path):
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    with tarfile.open(fileobj=io.BytesIO(pack(tmp_path))) as tar:
+        assert {member.name: tar.extractfile(member).read() for member in tar} == {"a": b"one", "b": b"one"}
+
+
 def test_a_pack_is_deterministic_and_holds_no_owner_or_time(folder):
     repo = folder / "repo"
     (repo / "run.sh").write_text("#!/bin/sh\n")
