@@ -4,6 +4,8 @@ import contextlib
 import csv
 import io
 import json
+import os
+import pty
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -231,6 +233,19 @@ def test_null_is_a_dash_in_a_table_null_in_json_and_empty_in_csv():
 def test_a_table_on_a_narrow_terminal_cuts_the_wide_columns_only():
     lines = list(table.table_lines(["id", "text"], [(1, "x" * 100), (2, "y")], width=20))
     assert lines == ["id  text", "--  ----------------", " 1  " + "x" * 15 + "…", " 2  y"]
+
+
+def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(run_folder):
+    argv = [str(PROGRAM), "sql", "select repeat('x', 300) as a", str(run_folder)]
+    master, slave = pty.openpty()
+    environment = os.environ | {"COLUMNS": "40", "LINES": "20"}
+    with subprocess.Popen(argv, stdout=slave, env=environment) as process:
+        os.close(slave)
+        with os.fdopen(master, encoding="utf-8", newline="") as terminal:
+            lines = [terminal.readline().rstrip("\r\n") for _ in range(3)]
+        assert process.wait(60) == 0
+    assert lines[2] == "x" * 39 + "…"
+    assert "x" * 300 in good(*argv[1:])
 
 
 def test_what_a_model_wrote_cannot_drive_the_terminal(tmp_path):
