@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import group, plan_of, shard, trajectory, turn, update_rows
+from commands.train_rows import World, tiny_llama
 
 from legorl import metrics, schema
 from legorl.commands.inspect import load, show, summary, table
@@ -41,6 +43,7 @@ def inspect(*argv, stdin=""):
     ):
         patch.setattr(sys, "argv", ["lego-inspect", *map(str, argv)])
         patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.setattr(signal, "signal", lambda *_: None)  # the handler of SIGTERM stays pytest's
         main()
     return Done(stop.value.code, out.getvalue(), err.getvalue())
 
@@ -474,3 +477,23 @@ def test_the_environment_does_not_leak_into_a_query(run_folder, monkeypatch):
     done = inspect("sql", "select getenv('SECRET')", run_folder)
     assert done.returncode != 0
     assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_what_lego_train_wrote_adds_up_and_shows_the_figures_of_its_gate(tmp_path):
+    """The two commands meet in files only, so one test has to hold them together."""
+    world = World(tiny_llama(tmp_path / "model"))
+    rows = [*world.group([1.0, 0.0, 0.0]), *world.group([1.0, 1.0], "task-b")]
+    rows[2] |= {"reward": None, "graded_at": None, "history": [EARLIER]} | LOST
+    graded = shard(tmp_path / "run" / "graded" / "a.parquet", rows, plan_of(rows))
+    out = tmp_path / "run" / "checkpoint"
+    argv = [str(PROGRAM.with_name("lego-train")), "--model", str(world.checkpoint.path), "--out", str(out), "--partial"]
+    done = subprocess.run([*argv, str(graded)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((out / "legorl.json").read_text())
+    [one] = objects("summary", "--json", tmp_path / "run")
+    assert one["trained_tokens"] == record["tokens"].pop("trained")
+    assert one["dropped_tokens"] == record["tokens"] | {"earlier_try": 17}
+    assert {"infra", "no_variance"} <= set(one["dropped_tokens"])
+    assert one["undecided_tokens"] == 0
+    assert one["pearson"] == pytest.approx(record["figures"]["align/pearson"])
+    assert one["logprob_abs_diff_max"] == pytest.approx(record["figures"]["align/logprob_abs_diff_max"])
