@@ -19,13 +19,14 @@ CHUNK_LOGITS = 1 << 24
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
-def load_model(folder: Path | str, dtype: str, device: str = "cpu") -> Any:
+def load_model(folder: Path | str, dtype: str) -> Any:
     """Load the causal language model in `folder` with weights as `dtype` (fp32, bf16, fp64, or torch's own names).
 
     It has no dropout in any mode: a policy has one distribution. Raises ModelError if the folder lacks weights, needs
     code of its own, or has a head that is not its output embedding applied to the last hidden state.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -45,7 +46,7 @@ def load_model(folder: Path | str, dtype: str, device: str = "cpu") -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder}: cannot be loaded as a causal language model ({_first_line(error)})") from error
     model, report = loaded
     if lost := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
@@ -54,15 +55,9 @@ def load_model(folder: Path | str, dtype: str, device: str = "cpu") -> Any:
         for name in ("dropout", "attention_dropout", "p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    model.eval().to(device)
+    model.eval()
     _check_head(model, folder)
     return model
-
-
-def context_of(model: Any) -> int | None:
-    """The most tokens a path may have, or None if the configuration names no limit."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return int(limit) if limit else None
 
 
 def target_logprobs(model: Any, input_ids: Any, rows: Any, positions: Any, targets: Any, temperatures: Any) -> Any:

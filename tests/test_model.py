@@ -77,11 +77,10 @@ def test_no_more_logits_than_a_chunk_ever_exist(model):
 def test_dtypes_by_name(folder):
     import torch
 
-    from legorl.model import context_of, load_model
+    from legorl.model import load_model
 
     assert next(load_model(folder, "fp32").parameters()).dtype == torch.float32
     assert next(load_model(folder, "bfloat16").parameters()).dtype == torch.bfloat16
-    assert context_of(load_model(folder, "fp32")) == 128
     with pytest.raises(ModelError, match="unknown dtype 'fp12'"):
         load_model(folder, "fp12")
 
@@ -108,6 +107,16 @@ def test_missing_weights_are_an_error_not_a_random_start(folder, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"1 weights are missing.*layers\.1\.mlp\.up_proj"):
         load_model(tmp_path, "fp32")
+
+
+def test_weights_cut_short_are_an_error(folder, tmp_path):
+    from legorl.model import load_model
+
+    copy = shutil.copytree(folder, tmp_path / "m")
+    whole = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(copy, "fp32")
 
 
 def test_code_in_the_folder_is_not_run(folder, tmp_path):

@@ -73,6 +73,7 @@ def main(
     """Take one policy-gradient step on graded shards and print the path of the new checkpoint.
 
     \b
+    Examples:
       lego-train graded/*.parquet --model SmolLM2-135M-Instruct --out step-1
       lego-rollout ... | lego-grade --out graded | lego-train --model step-1 --out step-2
       lego-train graded --model step-1 --out step-2 --loss dapo --lr 2e-6 --minibatches 2

@@ -90,6 +90,6 @@ def digest_of(rows: Iterable[dict[str, Any]]) -> str:
     total = hashlib.sha256()
     for row in rows:
         verdict = [row["attempt_id"], row["group_id"], row["blame"], row["reward"]]
-        turns = [[turn["completion_ids"], turn["logprobs"], turn["drops"]] for turn in row["turns"]]
-        total.update(json.dumps([verdict, turns]).encode())
+        spans = [[turn["drops"], turn["foreign"]] for turn in row["turns"]]
+        total.update(json.dumps([verdict, spans, _tokens(row)]).encode())
     return total.hexdigest()[:16]
