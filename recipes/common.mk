@@ -8,8 +8,9 @@
 #     bin/lego-serve MODEL -- make -j2 -f recipes/grpo.mk RUN=runs/first LAG=1
 #
 # A run's folder:  RUN/step-0003/{tasks.list, rollout/, rollout.list, graded/, graded.list, checkpoint/, train.list, *.log}
-SHELL := /bin/bash
-.SHELLFLAGS := -eu -o pipefail -c
+# bash, asked to end when make ends, however it ends (recipes/phase does the same for the stages).
+SHELL := /usr/bin/setpriv
+.SHELLFLAGS := --pdeathsig TERM /bin/bash -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
 .DEFAULT_GOAL := all
@@ -40,7 +41,7 @@ at = $(RUN)/step-$(call pad,$(1))
 less = $(shell echo $$(( $(1) > $(2) ? $(1) - $(2) : 0 )))
 shuffle := $(python) -c 'import random, sys; lines = sys.stdin.readlines(); random.Random(sys.argv[1]).shuffle(lines); print(*lines, sep="", end="")'
 # $(call stage,LABEL,NAME) COMMAND $(keep): run it, its words in NAME.log beside the target, its stdout as the target.
-stage = @mkdir -p $(@D); $(here)phase "$(1)" $(@D)/$(2).log
+stage = @mkdir -p $(@D); setpriv --pdeathsig TERM $(here)phase -w "$(1)" $(@D)/$(2).log
 keep = > $@.tmp && mv $@.tmp $@
 last = $$(tail -n 1 $(1))
 

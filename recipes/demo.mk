@@ -2,7 +2,7 @@
 #     bin/lego-serve MODEL -- make -f recipes/demo.mk RUN=runs/demo
 RUN ?= runs/demo
 ROUNDS ?= 2
-TASK_SET ?= shell --count 48 --seed 1 --level 1
+TASK_SET ?= shell --count 48 --seed 1 --level 0 --split train
 TASKS ?= 4
 ATTEMPTS ?= 8
 ROLLOUT ?= -c 8 --max-turns 3 --turn-tokens 96 --time-limit 240

@@ -5,8 +5,10 @@ can be told to fail or to meet, which no real stage can.
 """
 
 import os
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ if [ "$name" = lego-tasks ]; then
 fi
 cat >/dev/null
 if [ "${FAIL:-}" = "$step" ] && mkdir "$LOG.failed" 2>/dev/null; then echo "out of luck" >&2; exit 7; fi
+if [ "${HANG:-}" = "$step" ]; then exec 9>"$MEET" sleep 1000; fi
 if [ -n "${MEET:-}" ]; then
     case "$step" in
         step-0002/rollout) echo here >"$MEET";;
@@ -47,11 +50,17 @@ class Loop:
             (self.bin / f"lego-{name}").write_text(STAGE)
             (self.bin / f"lego-{name}").chmod(0o755)
 
-    def make(self, *argv: str, recipe: str = "grpo", rounds: int = 2, **env: str) -> subprocess.CompletedProcess[str]:
+    def start(self, *argv: str, recipe: str = "grpo", rounds: int = 2, **env: str) -> subprocess.Popen[str]:
         settings = [f"RUN={self.run}", f"ROUNDS={rounds}", "MODEL=base", f"bin={self.bin}"]
         environment = {**os.environ, "LOG": str(self.log), **env}
         argv = ("make", "-f", f"recipes/{recipe}.mk", *settings, *argv)
-        return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    def make(self, *argv: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+        with self.start(*argv, **settings) as process:
+            out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def calls(self) -> list[str]:
         return [line.strip() for line in self.log.read_text().splitlines() if not line.startswith("lego-tasks")]
@@ -106,6 +115,19 @@ def test_a_failed_loop_continues_where_it_was(loop: Loop) -> None:
         "lego-train step-0002/checkpoint with step-0001/checkpoint",
     ]
     assert loop.make("-q", "loop").returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_stages_end_with_make(loop: Loop, tmp_path: Path, number: int) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = loop.start(HANG="step-0001/graded", MEET=str(pipe))
+    with pipe.open() as held:  # the stage has the other end; its end is this pipe's
+        process.send_signal(number)
+        assert held.read() == ""
+    process.communicate(timeout=60)
+    assert loop.make().returncode == 0
+    assert [c.split()[1] for c in loop.calls()].count("step-0001/rollout") == 1
 
 
 def test_a_finished_loop_takes_more_rounds(loop: Loop) -> None:
