@@ -14,11 +14,12 @@ setup: ## install what is missing: system packages, .venv, model, base image, ha
 	@recipes/setup.sh
 
 demo: setup ## the main job on this machine: rollout, grade, train, new weights, twice; RUN=runs/demo
-	@if $(MAKE) -q -f recipes/demo.mk RUN=$(RUN) loop 2>/dev/null; then \
-	    echo "$(RUN) is finished; start another with RUN=runs/NAME" >&2; \
-	    exec $(MAKE) -f recipes/demo.mk RUN=$(RUN); \
+	@loop="$(MAKE) -f recipes/demo.mk RUN=$(RUN) MODEL=$(MODEL)"; \
+	if $$loop -q loop 2>/dev/null; then \
+	    echo "$(RUN) is finished; ROUNDS=N goes on with it, RUN=runs/NAME starts another" >&2; \
+	    exec $$loop; \
 	fi; \
-	exec bin/lego-serve $(MODEL) -- $(MAKE) -f recipes/demo.mk RUN=$(RUN)
+	exec setpriv --pdeathsig TERM bin/lego-serve $(MODEL) -- $$loop
 
 lint: setup ## ruff, mypy and the import rules
 	@.venv/bin/ruff check .
