@@ -115,7 +115,9 @@ def _solutions(drafts: list[Draft]) -> list[bytes]:
         git = _Git(Path(name) / "git", work)
         for draft in drafts:
             lay_out(draft.repo, work / draft.id)
-        git("add", "-A")
+        git(
+            "add", "-A", "--force"
+        )  # what the repository holds is tracked; later, its own .gitignore counts, as for agents
         base = git("write-tree").decode().strip()
         for draft in drafts:
             try:
@@ -180,8 +182,8 @@ def _sync_tree(folder: Path) -> None:
 
 def _toml(draft: Draft) -> str:
     def value(item: object) -> str:
-        # A JSON string without \u escapes of surrogate pairs is a TOML basic string.
-        return json.dumps(item, ensure_ascii=False)
+        # A JSON string is a TOML basic string, but for surrogate pairs as escapes, and DEL, which TOML wants escaped.
+        return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
 
     def ids(names: tuple[str, ...]) -> str:
         return "[" + "".join(f"\n  {value(f'{TEST_FILE}::{name}')}," for name in names) + ("\n]" if names else "]")

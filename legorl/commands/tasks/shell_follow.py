@@ -5,6 +5,7 @@ So a held-out composition of kind and step never occurred in training.
 """
 
 import random
+from collections.abc import Callable
 from shlex import quote
 
 from legorl.commands.tasks.shell_job import Job
@@ -49,22 +50,26 @@ def _relabel(job: Job) -> None:
     job.want_text(new, lines)
 
 
+def _finished(job: Job) -> tuple[str, str]:
+    """Return path and text of the task's main file, or of one more file if the task has none."""
+    if job.result:
+        return job.result
+    lines = job.sentences(3)
+    return job.put(job.name("txt"), lines), "\n".join(lines)
+
+
 def _words(job: Job) -> None:
-    if job.result is None:
-        return _log(job)
-    path, content = job.result
+    path, content = _finished(job)
     out = job.name("count")
-    job.ask(f"At the end, write the number of words in the finished `{path}` to `{out}`, only the number.")
+    job.ask(f"At the end, write the number of words in `{path}` to `{out}`, only the number.")
     job.solve(f"wc -w < {quote(path)} > {quote(out)}")
     job.want_number(out, len(content.split()))
 
 
 def _first(job: Job) -> None:
-    if job.result is None:
-        return _duplicate(job)
-    path, content = job.result
+    path, content = _finished(job)
     out = job.name("txt")
-    job.ask(f"At the end, also write the first line of the finished `{path}` to `{out}`.")
+    job.ask(f"At the end, also write the first line of `{path}` to `{out}`.")
     job.solve(f"head -n 1 {quote(path)} > {quote(out)}")
     job.want_text(out, content.split("\n")[0])
 
@@ -72,8 +77,12 @@ def _first(job: Job) -> None:
 STEPS = (_log, _stamp, _duplicate, _sweep, _relabel, _words, _first)
 
 
+def steps_for(kind: str, split: str) -> tuple[Callable[[Job], None], ...]:
+    """Return the steps that tasks of `kind` may take in `split`; `heldout` and `unseen` share theirs."""
+    steps = tuple(random.Random(kind).sample(STEPS, len(STEPS)))
+    return {"train": steps[:4], "dev": steps[4:5]}.get(split, steps[5:])
+
+
 def follow(job: Job) -> None:
     """Add a second step to the task."""
-    steps = random.Random(job.kind).sample(STEPS, len(STEPS))
-    mine = {"train": steps[:4], "dev": steps[4:5]}.get(job.split, steps[5:])
-    job.rng.choice(mine)(job)
+    job.rng.choice(steps_for(job.kind, job.split))(job)

@@ -69,7 +69,7 @@ class Job:
     def __init__(self, kind: str, level: int, split: str, rng: random.Random):
         self.kind, self.level, self.split, self.rng = kind, level, split, rng
         self.files: dict[str, Node] = {}
-        self.result: tuple[str, str] | None = None  # the main file of the end state and its text, for follow-ups
+        self.result: tuple[str, str] | None = None  # path and text of the main file, if they are certain
         self._asks: list[str] = []
         self._commands: list[str] = []
         self._tests: list[tuple[str, str, bool]] = []  # name, source, fails before

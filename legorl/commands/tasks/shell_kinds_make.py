@@ -97,7 +97,7 @@ def empty(job: Job) -> None:
         )
     job.solve(f"touch {paths(*names)}")
     for name in names:
-        job.want_text(name, "")
+        job.want_bytes(name, b"")
 
 
 def mkdir(job: Job) -> None:
@@ -136,7 +136,7 @@ def mkdir(job: Job) -> None:
         )
     job.solve(f"mkdir -p {paths(*folders)} && touch {paths(*(f'{f}/{marker}' for f in folders))}")
     for folder in folders:
-        job.want_text(f"{folder}/{marker}", "")
+        job.want_bytes(f"{folder}/{marker}", b"")
 
 
 def tree(job: Job) -> None:
@@ -148,17 +148,34 @@ def tree(job: Job) -> None:
         folder = top if job.level == 0 else f"{top}/{job.folder()}"
         for _ in range((2, 1, 2, 2)[job.level]):
             layout[f"{folder}/{job.name()}"] = job.word("city") if job.level < 3 else job.sentence()
-    shown = [f"{path}: {line}" for path, line in layout.items()]
-    job.ask(
-        job.phrase(
-            "Create these files with their folders. After the colon stands the one line that each file contains:",
-            "Build the following tree. Each entry is a path, a colon, and the file's only line:",
-            "Please lay out these files; what follows the colon is the content of the file, one line:",
-            "Make the folders and files listed here (path: content, a single line each):",
-            "The list names files and the line that each of them shall hold. Create all of them, folders included:",
+    if job.level == 0:
+        (one, first), (two, second) = layout.items()
+        job.ask(
+            job.phrase(
+                "Make the folder {top} with two files: {one} has the line {first}, {two} has the line {second}.",
+                "Create the directory {top}. Put the word {first} into {one} and the word {second} into {two}.",
+                "Create {one} with the line {first} and {two} with the line {second}. The folder {top} is new.",
+                "A new folder {top} should hold {one} with the word {first} and {two} with the word {second}.",
+                "Let there be a folder {top}, in it {one} that says {first} and {two} that says {second}.",
+                top=top,
+                one=one,
+                first=first,
+                two=two,
+                second=second,
+            )
         )
-        + job.block(shown)
-    )
+    else:
+        shown = [f"{path}: {line}" for path, line in layout.items()]
+        job.ask(
+            job.phrase(
+                "Create these files with their folders. After the colon stands the one line that each file contains:",
+                "Build the following tree. Each entry is a path, a colon, and the file's only line:",
+                "Please lay out these files; what follows the colon is the content of the file, one line:",
+                "Make the folders and files listed here (path: content, a single line each):",
+                "The list names files and the line that each of them shall hold. Create all of them, folders included:",
+            )
+            + job.block(shown)
+        )
     folders = dict.fromkeys(path.rpartition("/")[0] for path in layout)
     job.solve(f"mkdir -p {paths(*folders)}")
     for path, line in layout.items():

@@ -37,7 +37,6 @@ def _repair(job: Job, name: str, right: list[str], bug: Bug, want: str, complain
     fixed = right[bug.line].replace("\\", "\\\\")
     job.solve(f"sed -i {quote(f'{bug.line + 1}c ' + chr(92) * fixed.startswith(' ') + fixed)} {quote(name)}")
     job.touch(name)
-    job.result = (name, "\n".join(right))
 
 
 def repair_shell(job: Job) -> None:

@@ -16,15 +16,7 @@ from legorl.commands.tasks.build import Draft, Node, run_command
 from legorl.task import TaskError
 
 FOLDER = Path(__file__).parent / "snippets"
-TEST_HEADER = '''\
-"""Hidden tests of one small module."""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path.cwd()))  # at the end: no file of the repository can stand in for a standard module
-
-'''
+TEST_HEADER = '"""Hidden tests of one small module."""\n\n'
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.M | re.S)
 
 
