@@ -1,4 +1,4 @@
-"""Run a task's hidden tests without a container: fast enough to try every kind. lego-grade is tried in test_tasks_check.
+"""Run a task's hidden tests without a container, fast enough for every kind; test_tasks_check tries lego-grade.
 
 outcomes_of([(folder with a repository in it, test source), ...]) -> [{test name: "passed" or the error}, ...]
 """

@@ -189,7 +189,7 @@ def check(paths: tuple[str, ...], concurrency: int, runs: int, out: Path | None,
     if not tasks:
         raise Failure("no task arrived; the stage before named none")
     held = 0
-    with _folder(out, {"runs": runs}) as work:
+    with _folder(out, {"command": "tasks check", "runs": runs}) as work:
         if not as_json:
             emit(_line(tasks, "task", "empty", "solution"))
         for finding in prove(tasks, work, runs, concurrency, quiet()):

@@ -299,7 +299,7 @@ def find(job: Job) -> None:
     extension = job.rng.choice(["txt", "md", "csv"])
     other = job.rng.choice(["log", "html", "py"])
     deep = f"{folder}/{job.folder()}/"
-    below = ", subfolders included" if job.level else ""
+    below = " (subfolders included)" if job.level else ""
     names = [
         f"{place}{job.name(extension)}"
         for place in ([f"{folder}/"] * 3 if job.level == 0 else [f"{folder}/", deep, deep])
