@@ -51,7 +51,7 @@ from legorl.options import (
 @option("--gradient-checkpointing", is_flag=True, help="Recompute activations: a third slower, much less memory.")
 @option("--gate", help="Thresholds, as in pearson=0.99,max=0.5, over the defaults of --dtype; or none.")
 @option(
-    "--gate-tokens", type=click.IntRange(0), default=8192, help="Tokens to read of attempts that are only compared."
+    "--gate-tokens", type=click.IntRange(0), default=4096, help="Tokens to read of attempts that are only compared."
 )
 @option("--grad-clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest norm of the gradient.")
 @option("--weight-decay", type=click.FloatRange(0), default=0.0, help="Weight decay of AdamW.")

@@ -20,7 +20,7 @@ class Settings:
     tokens_per_batch: int = 2048
     dtype: str = "fp32"
     gate: dict[str, float] = field(default_factory=dict)
-    gate_tokens: int = 8192
+    gate_tokens: int = 4096
     grad_clip: float = 1.0
     weight_decay: float = 0.0
     gradient_checkpointing: bool = False
