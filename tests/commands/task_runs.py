@@ -16,7 +16,10 @@ from legorl.task import Task
 RUNNER = """
 import json, os, sys
 sys.dont_write_bytecode = True
-for folder, source in json.load(sys.stdin):
+jobs = json.load(sys.stdin)
+if any("import pytest" in source for _, source in jobs):
+    import pytest  # once, not once a fork
+for folder, source in jobs:
     if os.fork() == 0:
         os.chdir(folder)
         sys.path.insert(0, folder)

@@ -73,9 +73,10 @@ def shell(
       lego-tasks shell --out tasks/shell --count 400 --seed 1
       lego-tasks shell --out tasks/sorting --count 10 --kind sort --kind unique
 
-    Prints the path of each task. Kinds, levels and splits are spread evenly; the same seed gives the same bytes, and a
-    larger --count adds to what is there. Tasks of the split `unseen` are of kinds that no other split has; `dev` and
-    `heldout` share the kinds of `train`, but no name, content or phrasing.
+    Prints the path of each task. Kinds and levels are spread evenly, and of several splits `train` gets three times as
+    many. The same seed gives the same bytes, and a larger --count adds to what is there. Tasks of the split `unseen`
+    are of kinds that no other split has; `dev` and `heldout` share the kinds of `train`, but no name, content or
+    phrasing.
     """
     from legorl.commands.tasks import shell as family
 

@@ -8,6 +8,7 @@ depends on how many tasks are made, and a longer run begins with the shorter one
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from legorl.task import SPLITS
 Kind = Callable[[Job], None]
 
 LEVELS = (0, 1, 2, 3)
+SHARES = {"train": 3, "dev": 1, "heldout": 1, "unseen": 1}  # where several splits are made at once
 TRAINED: tuple[Kind, ...] = (
     *(shell_kinds_make.create, shell_kinds_make.empty, shell_kinds_make.mkdir, shell_kinds_make.tree),
     *(shell_kinds_make.pack, shell_kinds_make.unpack),
@@ -79,7 +81,7 @@ def make(kind: str, level: int, split: str, number: int, seed: int) -> Draft:
 
 def drafts(seed: int, kinds: tuple[str, ...], levels: tuple[int, ...], splits: tuple[str, ...]) -> Iterator[Draft]:
     """Yield tasks without end, spread evenly: each round has one of every kind, and each kind goes through its levels
-    and splits in an order of its own.
+    and splits in an order of its own, `SHARES` of each split.
 
     Empty `kinds` means all that the splits allow. Kinds of `unseen` occur in that split only, and no other kind does.
     Yields nothing if no kind fits any split.
@@ -87,12 +89,16 @@ def drafts(seed: int, kinds: tuple[str, ...], levels: tuple[int, ...], splits: t
     cells: dict[str, list[tuple[int, str]]] = {}
     for kind in kinds or KINDS:
         fitting = [split for split in SPLITS if split in splits and (split == "unseen") == (kind in UNSEEN)]
-        mine = [(level, split) for split in fitting for level in LEVELS if level in levels]
+        mine = [
+            (level, split) for split in fitting for level in LEVELS if level in levels for _ in range(SHARES[split])
+        ]
         if mine:
             cells[kind] = random.Random(kind).sample(mine, len(mine))
-    number = 0
+    made: Counter[tuple[str, int, str]] = Counter()
+    turn = 0
     while cells:
         for kind, mine in cells.items():
-            level, split = mine[number % len(mine)]
-            yield make(kind, level, split, number // len(mine), seed)
-        number += 1
+            level, split = mine[turn % len(mine)]
+            yield make(kind, level, split, made[kind, level, split], seed)
+            made[kind, level, split] += 1
+        turn += 1
