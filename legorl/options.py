@@ -79,6 +79,11 @@ def quiet() -> bool:
     return bool(context and context.meta.get(_QUIET))
 
 
+def verbose() -> bool:
+    """Was -v given?"""
+    return logging.getLogger("legorl").isEnabledFor(logging.DEBUG)
+
+
 def emit(line: str) -> None:
     """Data goes to stdout, flushed line by line, so that the next stage of a pipe begins at once."""
     try:
@@ -121,7 +126,7 @@ class _Edge:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more to flush at exit
             code = 128 + signal.SIGPIPE  # as a shell reports it
         except Exception as error:
-            if logging.getLogger("legorl").isEnabledFor(logging.DEBUG):
+            if verbose():
                 traceback.print_exc()
             if isinstance(error, Failure):
                 code = _tell(str(error), error.code)

@@ -2,12 +2,13 @@
 #     bin/lego-serve MODEL -- make -f recipes/demo.mk RUN=runs/demo
 RUN ?= runs/demo
 ROUNDS ?= 2
-TASK_SET ?= shell --count 48 --seed 1 --level 0 --split train
+TASK_SET ?= shell --count 24 --seed 1 --level 0 --split train --kind create --kind rename --kind delete
 TASKS ?= 4
 ATTEMPTS ?= 8
-ROLLOUT ?= -c 8 --max-turns 3 --turn-tokens 96 --time-limit 240
+HARNESS ?= mini-swe-agent:small
+ROLLOUT ?= -c 6 --temperature 0.5 --max-turns 2 --turn-tokens 64 --time-limit 240
 GRADE ?= -c 2
-TRAINER ?= --loss grpo --lr 2e-6
+TRAINER ?= --loss grpo --lr 1e-5
 include $(dir $(lastword $(MAKEFILE_LIST)))common.mk
 
 all:

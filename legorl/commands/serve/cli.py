@@ -4,13 +4,16 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from legorl.options import Failure, command, emit, explain, explain_option, option, say
+from legorl import paths
+from legorl.commands.serve.noise import apart
+from legorl.options import Failure, command, explain, explain_option, option, printable, quiet, verbose
 
 
 @command("lego-serve")
@@ -25,6 +28,7 @@ from legorl.options import Failure, command, emit, explain, explain_option, opti
 @option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32 on CPU, bfloat16 on GPU]")
 @option("--cores", help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. [default: all but one where there are few]")
 # API
+@option("--log", type=click.Path(path_type=Path), help="Where the libraries' own words go. [default: a file that is named on failure]")
 @option("--port", type=click.IntRange(0, 65535), help="Serve the API on loopback TCP too (0: any free port).")
 @explain_option
 def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
@@ -52,15 +56,39 @@ def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
         return 0
     if command_line and not shutil.which(command_line[0]):
         raise Failure(f"{command_line[0]}: no such command")
-    # Libraries print where they like; stdout is for data. Theirs goes to stderr, ours and COMMAND's to the real one.
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(os.dup(stdout), "w")
-    return asyncio.run(_main(held, list(command_line), stdout, wanted))
+    log = wanted.pop("log") or paths.private_dir() / f"serve-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    kept = False
+    try:
+        with apart(None if verbose() else log) as (stdout, stderr):
+            return asyncio.run(_main(held, list(command_line), Voice(stdout, stderr, quiet()), wanted))
+    except Failure as error:
+        kept = True
+        raise Failure(f"{error} (the libraries' own words: {log})", error.code) from error
+    finally:
+        if not kept and log.parent == paths.private_dir():
+            log.unlink(missing_ok=True)
 
 
-async def _main(held: Any, argv: list[str], stdout: int, wanted: dict[str, Any]) -> int:
+@dataclass(frozen=True)
+class Voice:
+    """The real stdout and stderr while the libraries' lead elsewhere."""
+
+    stdout: int
+    stderr: int
+    silent: bool
+
+    def emit(self, line: str) -> None:
+        os.write(self.stdout, line.encode() + b"\n")
+
+    def say(self, line: str) -> None:
+        if not self.silent:
+            os.write(self.stderr, printable(line).encode() + b"\n")
+
+
+async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]) -> int:
     from legorl.commands.serve.cores import split_cores
+    from legorl.commands.serve.engine import EngineError
     from legorl.commands.serve.launch import make_llm_dir, run_command, serving
     from legorl.commands.serve.server import Server
 
@@ -69,26 +97,35 @@ async def _main(held: Any, argv: list[str], stdout: int, wanted: dict[str, Any])
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     mine, free = split_cores(wanted["cores"], wanted["engine"])
-    engine = await _until(_engine(held, mine, wanted), stop)
+    begun = time.monotonic()
+    try:
+        engine = await _until(_engine(held, mine, wanted), stop)
+    except EngineError as error:
+        raise Failure(str(error)) from error
     if engine is None:
         return 0
+    info = engine.info()
+    voice.say(
+        f"lego-serve: {held.name} version {held.version} on {info.name}, context {info.context}, "
+        f"ready in {time.monotonic() - begun:.0f} s"
+    )
     llm_dir = make_llm_dir()
     try:
         server = Server(engine, held, llm_dir, free)
         if server.template.fault:
-            say(f"lego-serve: this chat template cannot be bridged ({server.template.fault}); every turn is rendered in full")
+            voice.say(f"lego-serve: this chat template cannot be bridged ({server.template.fault}); every turn is rendered in full")
         await asyncio.to_thread(lambda: held.digest)
         port = wanted["port"] if wanted["port"] is not None else (0 if argv else None)
         async with serving(server, port) as (control, bound):
             if argv:
                 assert bound is not None
-                code = await _until(run_command(server, argv, control, bound, stdout), stop)
+                code = await _until(run_command(server, argv, control, bound, voice.stdout, voice.stderr), stop)
                 if server.failed:
                     raise Failure(f"the engine failed: {server.failed}")
                 return 0 if code is None else code
-            emit(str(control))
+            voice.emit(str(control))
             if bound:
-                say(f"lego-serve: API on http://127.0.0.1:{bound}/v1 (open a session on the control socket for a key)")
+                voice.say(f"lego-serve: API on http://127.0.0.1:{bound}/v1 (open a session on the control socket for a key)")
             while not stop.is_set() and not server.failed:
                 await _until(asyncio.sleep(0.5), stop)
             if server.failed:

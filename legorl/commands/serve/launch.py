@@ -99,19 +99,20 @@ def _config(app: object) -> uvicorn.Config:
     )
 
 
-async def run_command(server: Server, argv: list[str], control: Path, port: int, stdout: int) -> int:
+async def run_command(server: Server, argv: list[str], control: Path, port: int, stdout: int, stderr: int) -> int:
     """Run `argv` with this server in its environment; return its exit code. It dies with this process."""
     session = server.open_session(SessionRequest(attempt_id="by-hand", turn_tokens=1024))
     base = f"http://127.0.0.1:{port}"
     environment = {
         **os.environ,
         "LEGORL_SERVE": str(control),
+        "LEGORL_MODEL": str(server.model.path),
         "OPENAI_BASE_URL": base + "/v1",
         "OPENAI_API_KEY": session.key,
         "ANTHROPIC_BASE_URL": base,
         "ANTHROPIC_API_KEY": session.key,
     }
-    child = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=stdout, preexec_fn=_die_with_parent())
+    child = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent())
     try:
         return _code(await _until_failed(server, child))
     finally:
