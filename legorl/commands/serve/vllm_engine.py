@@ -116,6 +116,7 @@ class VllmEngine:
             torch.set_num_threads(len(self._cores))
         config = self._engine.vllm_config.model_config
         self._context = int(config.max_model_len)
+        self._tied_on_cpu = not cuda and bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         self._moe_on_cpu = not cuda and bool(getattr(config.hf_text_config, "num_experts", 0) or getattr(config.hf_text_config, "num_local_experts", 0))
 
     def _publish(self, output: Any) -> None:
@@ -210,6 +211,8 @@ class VllmEngine:
 
         def work() -> None:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            if self._tied_on_cpu:
+                self._engine.collective_rpc(_repack_tied_head)
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise EngineError("the prefix cache could not be cleared after loading weights")
             self.version = version
@@ -219,3 +222,22 @@ class VllmEngine:
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, 10)
+
+
+def _repack_tied_head(worker: Any) -> None:
+    """Make the output head of a model with tied embeddings use the weights just loaded.
+
+    vLLM's CPU build packs the head's matrix when it first loads. A reload brings new embeddings, but no weights of the
+    head's own, so it would go on with the packed old ones (measured: off by up to 1.7 nats).
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = list(worker.model_runner.get_model().modules())
+    embeddings = [m for m in modules if type(m) is VocabParallelEmbedding]
+    for head in (m for m in modules if isinstance(m, ParallelLMHead)):
+        same = [e for e in embeddings if e.weight.shape == head.weight.shape]
+        if len(same) != 1:
+            raise EngineError(f"{len(same)} embeddings could be tied to the output head; restart lego-serve on the new weights")
+        head.tie_weights(same[0])
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -16,17 +16,17 @@ from legorl.model import load_model, target_logprobs
 PROMPTS = ["The fox", "List the files of a folder that ends in", "1 2 3 4"]
 
 
-def changed(folder: Path, to: Path, scale: float) -> Path:
-    """A copy of the model whose matrices (but embeddings) are scaled."""
+def changed(folder: Path, to: Path, spread: float) -> Path:
+    """A copy of the model with every weight, embeddings and norms too, scaled by a random factor around one."""
     import torch
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, to)
-    weights = load_file(to / "model.safetensors")
-    with torch.no_grad():
-        for name, value in weights.items():
-            if value.ndim == 2 and "embed" not in name:
-                value.mul_(scale)
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        name: value.float() * (1 + spread * torch.randn(value.shape, generator=random))
+        for name, value in load_file(to / "model.safetensors").items()
+    }
     save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
     return to
 
@@ -69,7 +69,7 @@ async def agree(engine, folder: Path, tag: str, version: int, tolerance: float) 
 
 
 def test_torch_engine_records_what_teacher_forcing_gives(tiny_model, tmp_path):
-    other = changed(tiny_model, tmp_path / "other", 1.3)
+    other = changed(tiny_model, tmp_path / "other", 0.2)
 
     async def main():
         engine = TorchEngine(tiny_model, 0, None, "float32")
@@ -101,7 +101,7 @@ async def _start(starting):
 
 @pytest.mark.vllm
 def test_vllm_records_what_teacher_forcing_gives_before_and_after_new_weights(with_vllm, real_model, tmp_path):
-    other = changed(real_model, tmp_path / "other", 1.05)
+    other = changed(real_model, tmp_path / "other", 0.05)
 
     async def main(engine):
         await agree(engine, real_model, "a", 0, 1e-3)
