@@ -33,7 +33,9 @@ class Checkpoint:
 
     @cached_property
     def tokenizer_digest(self) -> str:
-        return _digest(self.folder, [n for n in ("tokenizer.json", "tokenizer_config.json") if (self.folder / n).exists()])
+        return _digest(
+            self.folder, [n for n in ("tokenizer.json", "tokenizer_config.json") if (self.folder / n).exists()]
+        )
 
     @property
     def name(self) -> str:

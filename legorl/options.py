@@ -59,7 +59,9 @@ class ReaderGone(Exception):
 def printable(text: str) -> str:
     """Escape control characters (but newline and tab): text from a sandbox or a model must not drive a terminal."""
     return "".join(
-        c if c in "\n\t" or (c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF) else c.encode("unicode_escape", "surrogatepass").decode()
+        c
+        if c in "\n\t" or (c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF)
+        else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text
     )
 
@@ -202,10 +204,19 @@ def command(name: str, group: bool = False) -> Callable[[Callable], Any]:
         kind: Any = Group if group else Command
         make = click.group if group else click.command
         function = click.option(
-            "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version and exit."
+            "--version",
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=_version,
+            help="Print the version and exit.",
         )(function)
-        function = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=_loudness, help="Say more; show tracebacks.")(function)
-        function = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_silence, help="Say only errors.")(function)
+        function = click.option(
+            "-v", "--verbose", is_flag=True, expose_value=False, callback=_loudness, help="Say more; show tracebacks."
+        )(function)
+        function = click.option(
+            "-q", "--quiet", is_flag=True, expose_value=False, callback=_silence, help="Say only errors."
+        )(function)
         return make(name, cls=kind, context_settings=CONTEXT)(function)
 
     return wrap
@@ -237,7 +248,9 @@ def option(name: str, *rest: Any, **kwargs: Any) -> Callable:
     return click.option(name, *rest, **kwargs)
 
 
-out_option = option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write to; rerun to continue.")
+out_option = option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder to write to; rerun to continue."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
 explain_option = click.option("--explain", is_flag=True, help="Print the resolved configuration and stop.")
 seed_option = option("--seed", type=int, default=0, help="Seed of everything random.")

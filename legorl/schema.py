@@ -148,7 +148,10 @@ UPDATE = pa.schema(
         ("turn", pa.int32()),
         ("position", pa.int32()),  # index within the turn's completion_ids
         ("token", pa.int32()),
-        ("train_logprob", pa.float32()),  # trainer, weights at the end of the token's minibatch forward; null if dropped
+        (
+            "train_logprob",
+            pa.float32(),
+        ),  # trainer, weights at the end of the token's minibatch forward; null if dropped
         ("old_logprob", pa.float32()),  # trainer, weights at the step's start; null if not computed
         ("sampler_logprob", pa.float32()),
         ("ratio", pa.float32()),

@@ -49,7 +49,13 @@ class Plan:
         return [f"{group}.{n}" for group in self.groups for n in range(self.attempts)]
 
     def to_json(self) -> dict[str, Any]:
-        return {"run": self.run, "step": self.step, "groups": list(self.groups), "attempts": self.attempts, "digest": self.digest}
+        return {
+            "run": self.run,
+            "step": self.step,
+            "groups": list(self.groups),
+            "attempts": self.attempts,
+            "digest": self.digest,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
@@ -221,7 +227,9 @@ class OutDir:
             changed = sorted(k for k in {*old, *self._config} if old.get(k) != self._config.get(k))
             if changed:
                 shown = "; ".join(f"{k}: was {old.get(k)!r}, now {self._config.get(k)!r}" for k in changed)
-                raise ShardError(f"{self.path}: made with other settings ({shown}); use the old ones or give another --out")
+                raise ShardError(
+                    f"{self.path}: made with other settings ({shown}); use the old ones or give another --out"
+                )
             return
         with atomic(record) as temporary:
             temporary.write_text(json.dumps(self._config, indent=1))

@@ -155,7 +155,9 @@ def load_task(path: Path | str) -> Task:
     if task.grade.runner not in RUNNERS:
         raise TaskError(f"{path}/task.toml: runner {task.grade.runner!r} is none of {', '.join(RUNNERS)}")
     if not task.grade.fail_to_pass or not any(task.tests.rglob("*")):
-        raise TaskError(f"{path}: a task with no tests cannot be graded; add tests/ and name them in grade.fail_to_pass")
+        raise TaskError(
+            f"{path}: a task with no tests cannot be graded; add tests/ and name them in grade.fail_to_pass"
+        )
     return task
 
 

@@ -133,7 +133,9 @@ def check(turns: Sequence[dict[str, Any]]) -> None:
     expected = [place(nodes[:k], prompt_ids(nodes, k))[1] for k in range(len(nodes))]
     for node, want in zip(nodes, expected, strict=True):
         if node.prefix_len < want:
-            raise TreeError(f"turn {node.index}: shares {want} tokens with an earlier turn but stores {node.prefix_len}")
+            raise TreeError(
+                f"turn {node.index}: shares {want} tokens with an earlier turn but stores {node.prefix_len}"
+            )
 
 
 def drop_reasons(turn: dict[str, Any]) -> list[str | None]:

@@ -54,7 +54,9 @@ def harness_app(server: Server) -> Starlette:
             return _failed(error)
         if asked.streamed:
             include = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(_deliver(turn, server.name, include, request), media_type="text/event-stream", headers=NO_BUFFER)
+            return StreamingResponse(
+                _deliver(turn, server.name, include, request), media_type="text/event-stream", headers=NO_BUFFER
+            )
         try:
             async for _piece in turn.follow():
                 pass

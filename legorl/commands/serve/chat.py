@@ -20,7 +20,14 @@ SAMPLING_FIELDS = (
     "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "n", "response_format",
     "reasoning_effort", "parallel_tool_calls", "tool_choice",
 )  # fmt: skip
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 
 
 def read_request(body: dict[str, Any], user_agent: str = "", retry: bool = False) -> Request:
@@ -58,7 +65,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest("each tool must be {'type': 'function', 'function': {'name': ...}}")
-    return {"type": "function", "function": {k: function[k] for k in ("name", "description", "parameters") if k in function}}
+    return {
+        "type": "function",
+        "function": {k: function[k] for k in ("name", "description", "parameters") if k in function},
+    }
 
 
 def _message(message: Any, position: int) -> Message:
@@ -70,7 +80,8 @@ def _message(message: Any, position: int) -> Message:
         calls = message.get("tool_calls") or []
         try:
             shaped["tool_calls"] = [
-                {"id": c["id"], "name": c["function"]["name"], "arguments": c["function"]["arguments"] or "{}"} for c in calls
+                {"id": c["id"], "name": c["function"]["name"], "arguments": c["function"]["arguments"] or "{}"}
+                for c in calls
             ]
         except (KeyError, TypeError) as error:
             raise BadRequest(f"{where}: a tool call lacks {error}") from error

@@ -26,9 +26,16 @@ from legorl.options import Failure, command, explain, explain_option, option, pr
 @option("--sequences", type=click.IntRange(1), default=32, help="Most turns sampled at once (vllm).")
 @option("--kv-gib", type=float, default=1.5, help="Memory for the KV cache on CPU, GiB (vllm).")
 @option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32 on CPU, bfloat16 on GPU]")
-@option("--cores", help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. [default: all but one where there are few]")
+@option(
+    "--cores",
+    help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. [default: all but one where there are few]",
+)
 # API
-@option("--log", type=click.Path(path_type=Path), help="Where the libraries' own words go. [default: a file that is named on failure]")
+@option(
+    "--log",
+    type=click.Path(path_type=Path),
+    help="Where the libraries' own words go. [default: a file that is named on failure]",
+)
 @option("--port", type=click.IntRange(0, 65535), help="Serve the API on loopback TCP too (0: any free port).")
 @explain_option
 def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
@@ -113,7 +120,9 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
     try:
         server = Server(engine, held, llm_dir, free)
         if server.template.fault:
-            voice.say(f"lego-serve: this chat template cannot be bridged ({server.template.fault}); every turn is rendered in full")
+            voice.say(
+                f"lego-serve: this chat template cannot be bridged ({server.template.fault}); every turn is rendered in full"
+            )
         await asyncio.to_thread(lambda: held.digest)
         port = wanted["port"] if wanted["port"] is not None else (0 if argv else None)
         async with serving(server, port) as (control, bound):
@@ -125,7 +134,9 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
                 return 0 if code is None else code
             voice.emit(str(control))
             if bound:
-                voice.say(f"lego-serve: API on http://127.0.0.1:{bound}/v1 (open a session on the control socket for a key)")
+                voice.say(
+                    f"lego-serve: API on http://127.0.0.1:{bound}/v1 (open a session on the control socket for a key)"
+                )
             while not stop.is_set() and not server.failed:
                 await _until(asyncio.sleep(0.5), stop)
             if server.failed:

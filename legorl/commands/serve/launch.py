@@ -112,7 +112,9 @@ async def run_command(server: Server, argv: list[str], control: Path, port: int,
         "ANTHROPIC_BASE_URL": base,
         "ANTHROPIC_API_KEY": session.key,
     }
-    child = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent())
+    child = await asyncio.create_subprocess_exec(
+        *argv, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent()
+    )
     try:
         return _code(await _until_failed(server, child))
     finally:

@@ -43,7 +43,9 @@ class Template:
     @property
     def end_id(self) -> int:
         """The token that closes an assistant message."""
-        text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARKER}], [], prompt=False)
+        text = self._text(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARKER}], [], prompt=False
+        )
         tail = self._ids(text[text.rindex(MARKER) + len(MARKER) :])
         return tail[0] if tail else self._tokenizer.eos_token_id
 
@@ -61,7 +63,9 @@ class Template:
                 else:
                     shaped.insert(0, {"role": "system", "content": text})
         try:
-            return self._tokenizer.apply_chat_template(shaped, tools=offered, tokenize=False, add_generation_prompt=prompt)
+            return self._tokenizer.apply_chat_template(
+                shaped, tools=offered, tokenize=False, add_generation_prompt=prompt
+            )
         except Exception as error:  # whatever the template's own code raises
             raise BadRequest(f"the model's chat template refuses this conversation: {error}") from error
 
@@ -85,7 +89,11 @@ def _openai(message: Message) -> Message:
     shaped: Message = {"role": message["role"], "content": message["content"]}
     if message.get("tool_calls"):
         shaped["tool_calls"] = [
-            {"type": "function", "id": c["id"], "function": {"name": c["name"], "arguments": arguments_key(c["arguments"])}}
+            {
+                "type": "function",
+                "id": c["id"],
+                "function": {"name": c["name"], "arguments": arguments_key(c["arguments"])},
+            }
             for c in message["tool_calls"]
         ]
     if message.get("tool_call_id"):

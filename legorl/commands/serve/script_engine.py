@@ -31,7 +31,9 @@ def read_script(path: Path) -> list[Line]:
             data = json.loads(raw)
             lines.append(Line(re.compile(data.get("match", ""), re.DOTALL), data["text"]))
         except (json.JSONDecodeError, KeyError, TypeError, re.error) as error:
-            raise EngineError(f"{path}:{number}: not a script line ({error}); want {{\"match\": regex, \"text\": answer}}") from error
+            raise EngineError(
+                f'{path}:{number}: not a script line ({error}); want {{"match": regex, "text": answer}}'
+            ) from error
     if not lines:
         raise EngineError(f"{path}: an empty script")
     return lines

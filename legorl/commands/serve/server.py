@@ -103,7 +103,9 @@ class Server:
         """
         new = checkpoint.open_checkpoint(path)
         if new.tokenizer_digest != self.model.tokenizer_digest:
-            raise checkpoint.ModelError(f"{path}: its tokenizer is not that of the model being served ({self.model.path})")
+            raise checkpoint.ModelError(
+                f"{path}: its tokenizer is not that of the model being served ({self.model.path})"
+            )
         async with self._moved:
             await self._moved.wait_for(lambda: not self._loading)
             self._loading = True
@@ -139,7 +141,11 @@ class _Gated(Session):
     async def gate(self) -> None:
         await self._server.enter()
         held = self._server.weights
-        self.weights[self._server.version] = {"version": self._server.version, "digest": held.digest, "path": str(held.path)}
+        self.weights[self._server.version] = {
+            "version": self._server.version,
+            "digest": held.digest,
+            "path": str(held.path),
+        }
 
     def leave(self) -> None:
         self._server.leave()

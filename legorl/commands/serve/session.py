@@ -140,7 +140,11 @@ class Session:
             raise SessionClosed
         chain, base, at = self._match(request)
         known = [t for t in self.turns if t.digest == chain]
-        if known and (not known[-1].done or (not known[-1].delivered and not known[-1].error) or (request.retry and not known[-1].error)):
+        if known and (
+            not known[-1].done
+            or (not known[-1].delivered and not known[-1].error)
+            or (request.retry and not known[-1].error)
+        ):
             return known[-1]
         self._check_budget()
         resample = sum(1 for t in known if not t.error)
@@ -248,7 +252,13 @@ class Session:
         async with turn.moved:
             turn.moved.notify_all()
         self.events.put_nowait(
-            {"event": "turn", "turns": len(self.turns), "tokens": self.tokens, "engine_s": self.engine_s, "queue_s": self.queue_s}
+            {
+                "event": "turn",
+                "turns": len(self.turns),
+                "tokens": self.tokens,
+                "engine_s": self.engine_s,
+                "queue_s": self.queue_s,
+            }
         )
 
     async def _run(self, turn: Turn, prompt: list[int]) -> None:

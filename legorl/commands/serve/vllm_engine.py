@@ -30,7 +30,16 @@ BLOCK = 32  # smallest block that the CPU attention accepts: the finer, the more
 class VllmEngine:
     """`await VllmEngine.start(folder, ...)`; then as the Engine protocol says."""
 
-    def __init__(self, folder: Path, version: int, context: int | None, sequences: int, kv_bytes: int, dtype: str | None, cores: list[int]):
+    def __init__(
+        self,
+        folder: Path,
+        version: int,
+        context: int | None,
+        sequences: int,
+        kv_bytes: int,
+        dtype: str | None,
+        cores: list[int],
+    ):
         self._folder, self.version, self._cores = folder, version, cores
         self._wanted = {"context": context, "sequences": sequences, "kv_bytes": kv_bytes, "dtype": dtype}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -117,7 +126,9 @@ class VllmEngine:
         config = self._engine.vllm_config.model_config
         self._context = int(config.max_model_len)
         self._tied_on_cpu = not cuda and bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        self._moe_on_cpu = not cuda and bool(getattr(config.hf_text_config, "num_experts", 0) or getattr(config.hf_text_config, "num_local_experts", 0))
+        self._moe_on_cpu = not cuda and bool(
+            getattr(config.hf_text_config, "num_experts", 0) or getattr(config.hf_text_config, "num_local_experts", 0)
+        )
 
     def _publish(self, output: Any) -> None:
         stream = self._streams.get(output.request_id)
@@ -238,6 +249,8 @@ def _repack_tied_head(worker: Any) -> None:
     for head in (m for m in modules if isinstance(m, ParallelLMHead)):
         same = [e for e in embeddings if e.weight.shape == head.weight.shape]
         if len(same) != 1:
-            raise EngineError(f"{len(same)} embeddings could be tied to the output head; restart lego-serve on the new weights")
+            raise EngineError(
+                f"{len(same)} embeddings could be tied to the output head; restart lego-serve on the new weights"
+            )
         head.tie_weights(same[0])
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -23,7 +23,9 @@ class Running:
 
     def harness(self, key: str) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(uds=f"{self.server.llm_dir}/llm.sock")
-        return httpx.AsyncClient(transport=transport, base_url="http://model", headers={"authorization": f"Bearer {key}"}, timeout=60)
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://model", headers={"authorization": f"Bearer {key}"}, timeout=60
+        )
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ TOOLS = [
         "function": {
             "name": "bash",
             "description": "Run a command",
-            "parameters": {"type": "object", "properties": {"command": {"type": "string"}, "timeout": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"command": {"type": "string"}, "timeout": {"type": "integer"}},
+            },
         },
     }
 ]
@@ -153,7 +156,13 @@ def test_an_answer_that_did_not_arrive_is_sent_again(run_server):
 
 def test_streaming_sends_text_then_calls_then_usage(run_server):
     async def steps(http):
-        body = {"model": "m", "messages": [USER], "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": "m",
+            "messages": [USER],
+            "tools": TOOLS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
             lines = [line[6:] async for line in reply.aiter_lines() if line]
         assert lines[-1] == "[DONE]"

@@ -39,7 +39,12 @@ def forced(model, prompt: list[int], ids: list[int], temperature: float) -> np.n
     positions = torch.arange(len(prompt) - 1, len(prompt) + len(ids) - 1)
     with torch.no_grad():
         values = target_logprobs(
-            model, whole, torch.zeros_like(positions), positions, torch.tensor(ids), torch.full((len(ids),), temperature)
+            model,
+            whole,
+            torch.zeros_like(positions),
+            positions,
+            torch.tensor(ids),
+            torch.full((len(ids),), temperature),
         )
     return values.double().numpy()
 
@@ -63,7 +68,9 @@ async def agree(engine, folder: Path, tag: str, version: int, tolerance: float) 
         sample(engine, f"{tag}/{k}", p, Sampling(t, 1.0, 12, seed=k))
         for k, (p, t) in enumerate(zip(prompts, temperatures, strict=True))
     ]
-    for prompt, temperature, (ids, got, versions, finish, _) in zip(prompts, temperatures, await asyncio.gather(*jobs), strict=True):
+    for prompt, temperature, (ids, got, versions, finish, _) in zip(
+        prompts, temperatures, await asyncio.gather(*jobs), strict=True
+    ):
         assert finish in ("length", "stop") and len(ids) == len(got) and set(versions) == {version}
         assert np.abs(forced(model, prompt, ids, temperature) - got).max() < tolerance
 
@@ -78,7 +85,9 @@ def test_torch_engine_records_what_teacher_forcing_gives(tiny_model, tmp_path):
         await agree(engine, other, "b", 7, 1e-4)
         ids, logprobs, *_ = await sample(engine, "c", [5, 6], Sampling(1.0, 0.5, 8, seed=3))
         narrowed = forced(load_model(other, "fp32"), [5, 6], ids, 1.0)
-        assert (logprobs >= narrowed - 1e-4).all() and (logprobs > narrowed + 0.01).any()  # renormalised over the nucleus
+        assert (logprobs >= narrowed - 1e-4).all() and (
+            logprobs > narrowed + 0.01
+        ).any()  # renormalised over the nucleus
 
     asyncio.run(main())
 
@@ -141,4 +150,6 @@ def test_vllm_streams_aborts_stops_and_reuses_prefixes(with_vllm):
 def test_vllm_that_cannot_start_says_why(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(EngineError, match="vLLM did not start"):
-        asyncio.run(_start(VllmEngine.start(tmp_path, 0, context=64, sequences=1, kv_bytes=1 << 27, dtype="float32", cores=[])))
+        asyncio.run(
+            _start(VllmEngine.start(tmp_path, 0, context=64, sequences=1, kv_bytes=1 << 27, dtype="float32", cores=[]))
+        )

@@ -35,7 +35,9 @@ def test_pieces_add_up_to_the_whole_text(tokenizer, text, cuts):
 
 
 @settings(deadline=None, max_examples=60)
-@given(before=st.text("ab\n", max_size=12), stop=st.sampled_from(["STOP", "aab", "\n\n"]), after=st.text("abS", max_size=8))
+@given(
+    before=st.text("ab\n", max_size=12), stop=st.sampled_from(["STOP", "aab", "\n\n"]), after=st.text("abS", max_size=8)
+)
 def test_nothing_of_a_stop_string_is_shown(tokenizer, before, stop, after):
     words = Detokenizer(tokenizer, (stop,))
     whole = before + stop + after
