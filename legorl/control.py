@@ -173,8 +173,8 @@ class Control:
             reply = await self._client.request(method, path, **kwargs)
         except (httpx.HTTPError, OSError) as error:
             raise ServeError(
-                f"no lego-serve answers on {self.socket} ({error}); start one with `lego-serve MODEL` and give its socket "
-                "with --serve or LEGORL_SERVE"
+                f"no lego-serve answers on {self.socket} ({error}); start one with `lego-serve MODEL` and give its "
+                "socket with --serve or LEGORL_SERVE"
             ) from error
         if reply.status_code != 200:
             raise ServeError(f"lego-serve refused {method} {path}: {reply.text}")

@@ -102,7 +102,7 @@ def _version(context: click.Context, _param: click.Parameter, value: bool) -> No
 
 
 class _Edge:
-    """Mixin for click commands: errors become one line and an exit code; SIGPIPE and SIGTERM behave as in Unix tools."""
+    """Mixin for click commands: errors become one line and an exit code; SIGPIPE and SIGTERM as in Unix tools."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
@@ -167,7 +167,7 @@ def _raise_terminated(_signum: int, _frame: Any) -> None:
 
 
 def run(work: Coroutine[Any, Any, int]) -> int:
-    """Run `work` as the whole of a command: the first SIGINT or SIGTERM cancels it so that it cleans up, the second kills.
+    """Run `work` as the whole of a command: the first SIGINT or SIGTERM cancels it (it cleans up), the second kills.
 
     A handler that raises, as outside of asyncio, would do so inside any callback, and some of those swallow it.
     """

@@ -31,7 +31,7 @@ def private_dir() -> Path:
 
 
 def mounts_dir() -> Path:
-    """Short folder whose sub-folders sandboxes may mount (model sockets, helper programs): traversable, not listable."""
+    """Short folder whose sub-folders sandboxes may mount (model sockets, helpers): traversable, not listable."""
     path = Path("/run/legorl-mounts") if is_root() else _user_runtime() / "mounts"
     path.mkdir(mode=0o711, parents=True, exist_ok=True)
     if is_root():

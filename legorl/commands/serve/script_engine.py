@@ -77,7 +77,7 @@ class ScriptEngine:
                 self._stopped.discard(request_id)
                 yield Delta([], [], self.version, "abort", support="greedy")
                 return
-            seen = self.tokenizer.decode(ids[: position + 1], skip_special_tokens=True) if sampling.stop else ""
+            seen = str(self.tokenizer.decode(ids[: position + 1], skip_special_tokens=True)) if sampling.stop else ""
             ended = token == self.tokenizer.eos_token_id or any(s in seen for s in sampling.stop)
             finish = "stop" if ended else "length" if position + 1 == room else None
             yield Delta([token], [0.0], self.version, finish, cached_tokens=0, support="greedy")

@@ -90,7 +90,7 @@ class Server:
 
     def leave(self) -> None:
         self._running -= 1
-        asyncio.ensure_future(self._wake())
+        self._waking = asyncio.ensure_future(self._wake())  # kept: the loop holds tasks weakly
 
     async def _wake(self) -> None:
         async with self._moved:

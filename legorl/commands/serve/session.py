@@ -102,7 +102,8 @@ class Turn:
         sent = 0
         while True:
             async with self.moved:
-                await self.moved.wait_for(lambda: len(self.pieces) > sent or self.done)
+                while not (len(self.pieces) > sent or self.done):
+                    await self.moved.wait()
             while sent < len(self.pieces):
                 yield self.pieces[sent]
                 sent += 1

@@ -96,7 +96,7 @@ def _typed(value: Any, kind: Any) -> Any:
             read = json.loads(value)
         except json.JSONDecodeError:
             return value
-        wanted = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}[kind]
+        wanted: Any = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}[kind]
         plain_bool = isinstance(read, bool) and kind != "boolean"
         return read if isinstance(read, wanted) and not plain_bool else value
     if kind == "string" and not isinstance(value, str) and isinstance(value, (int, float, bool)):

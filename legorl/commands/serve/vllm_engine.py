@@ -46,16 +46,15 @@ class VllmEngine:
         self._streams: dict[str, asyncio.Queue[Delta | BaseException]] = {}
         self._loop = asyncio.get_running_loop()
         self._failure: BaseException | None = None
+        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
     @classmethod
     async def start(cls, folder: Path, version: int, **wanted: Any) -> "VllmEngine":
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
         engine = cls(folder, version, **wanted)
-        ready = engine._loop.create_future()
-        engine._ready = ready
         engine._thread.start()
-        await ready
+        await engine._ready
         return engine
 
     def info(self) -> EngineInfo:
@@ -191,7 +190,7 @@ class VllmEngine:
         self._streams[request_id] = stream
         finished = False
         try:
-            prompt = {"prompt_token_ids": prompt_ids}
+            prompt: Any = {"prompt_token_ids": prompt_ids}
             await self._in_thread(lambda: self._engine.add_request(request_id, prompt, parameters))
             while True:
                 delta = await stream.get()

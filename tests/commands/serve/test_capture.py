@@ -230,11 +230,14 @@ def test_budgets_end_the_session_without_a_retry(run_server):
 )
 def test_bad_requests_get_the_protocols_own_error(run_server, body, word):
     async def main():
-        async with run_server("fine") as running, running.control.session(SessionRequest("a")) as session:
-            async with running.harness(session.key) as http:
-                reply = await http.post("/v1/chat/completions", content=body)
-                assert reply.status_code == 400 and word in reply.json()["error"]["message"]
-                assert (await ask(http, [USER]))["content"] == "fine"
+        async with (
+            run_server("fine") as running,
+            running.control.session(SessionRequest("a")) as session,
+            running.harness(session.key) as http,
+        ):
+            reply = await http.post("/v1/chat/completions", content=body)
+            assert reply.status_code == 400 and word in reply.json()["error"]["message"]
+            assert (await ask(http, [USER]))["content"] == "fine"
 
     run(main())
 

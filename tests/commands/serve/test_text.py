@@ -69,7 +69,7 @@ def test_arguments_get_the_types_of_the_schema():
 
 def test_parallel_calls_are_read_in_order_and_unknown_tools_are_invalid():
     bash = [{"function": {"name": "bash"}}]
-    one, other = ('<tool_call>{"name": "%s", "arguments": {}}</tool_call>' % n for n in ("bash", "rm"))
+    one, other = (f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("bash", "rm"))
     content, calls = tools.parse(f"hi\n{one}\n{one}", bash)
     assert content == "hi" and [c.valid for c in calls] == [True, True] and calls[0].id != calls[1].id
     content, calls = tools.parse(one + other, bash)
