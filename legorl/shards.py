@@ -64,10 +64,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shard:
-    """One readable shard: its path and footer. Rows are read when asked for."""
+    """One readable shard: its path, footer and number of rows. Rows are read when asked for."""
 
     path: Path
     meta: dict[str, Any]
+    row_count: int
 
     @property
     def plan(self) -> Plan | None:
@@ -106,7 +107,8 @@ def open_shard(path: Path | str, *kinds: str) -> Shard:
     if not path.exists():
         raise ShardError(f"{path}: no such file")
     try:
-        columns = pq.read_schema(path)
+        footer = pq.read_metadata(path)
+        columns = footer.schema.to_arrow_schema()
     except (pa.ArrowInvalid, OSError) as error:
         raise ShardError(f"{path}: not a whole Parquet file ({_first_line(error)}); make it again") from error
     raw = columns.metadata or {}
@@ -121,7 +123,7 @@ def open_shard(path: Path | str, *kinds: str) -> Shard:
     wrong = [field.name for field in schema.SCHEMAS[kind] if found.get(field.name) != field.type]
     if wrong:
         raise ShardError(f"{path}: says {kind!r}, but its columns {', '.join(wrong)} are not as that format has them")
-    return Shard(path, meta)
+    return Shard(path, meta, footer.num_rows)
 
 
 def expand(path: Path | str) -> list[Path]:
@@ -150,12 +152,15 @@ def make_meta(kind: str = schema.TRAJECTORY_FORMAT, plan: Plan | None = None, **
     return meta
 
 
-def write_shard(path: Path, rows: list[dict[str, Any]] | Any, meta: dict[str, Any], arrow_schema: Any = None) -> Path:
-    """Write `rows` (dictionaries, or a pyarrow.Table) to `path`: temporary name, fsync, rename. Returns `path`."""
+def write_shard(path: Path, rows: list[dict[str, Any]] | Any, meta: dict[str, Any]) -> Path:
+    """Write `rows` (dictionaries, or a pyarrow.Table) with the footer `meta` to `path`, which is returned.
+
+    Temporary name, fsync, rename. The columns are those of `meta`'s format.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrow_schema = arrow_schema or schema.TRAJECTORY
+    arrow_schema = schema.SCHEMAS[meta["format"]]
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=arrow_schema)
     table = table.cast(arrow_schema).replace_schema_metadata({b"legorl": json.dumps(meta, default=str).encode()})
     with atomic(path) as temporary:

@@ -165,12 +165,7 @@ def shard(path: Path, rows: list[dict[str, Any]], plan: shards.Plan | None = Non
     kind = kind or schema.TRAJECTORY_FORMAT
     if kind == schema.TRAJECTORY_FORMAT:
         plan = plan or plan_of(rows)
-    arrow_schema = {
-        schema.TRAJECTORY_FORMAT: schema.TRAJECTORY,
-        schema.UPDATE_FORMAT: schema.UPDATE,
-        schema.METRIC_FORMAT: schema.METRIC,
-    }[kind]
-    return shards.write_shard(path, rows, shards.make_meta(kind, plan), arrow_schema)
+    return shards.write_shard(path, rows, shards.make_meta(kind, plan))
 
 
 def update_rows(row: dict[str, Any], noise: float = 0.0, seed: int = 0, **fields: Any) -> list[dict[str, Any]]:

@@ -59,8 +59,13 @@ def foreign(path):
     pq.write_table(pa.table({"a": [1]}), path)
 
 
+def says_it_is(kind, path):
+    metadata = {b"legorl": json.dumps({"format": kind}).encode()}
+    pq.write_table(pa.table({"attempt_id": [1]}).replace_schema_metadata(metadata), path)
+
+
 def other_version(path):
-    shards.write_shard(path, group([1.0]), {"format": "trajectory/99"})
+    says_it_is("trajectory/99", path)
 
 
 def other_kind(path):
@@ -68,8 +73,7 @@ def other_kind(path):
 
 
 def other_columns(path):
-    metadata = {b"legorl": json.dumps({"format": schema.TRAJECTORY_FORMAT}).encode()}
-    pq.write_table(pa.table({"attempt_id": [1]}).replace_schema_metadata(metadata), path)
+    says_it_is(schema.TRAJECTORY_FORMAT, path)
 
 
 def missing(path):

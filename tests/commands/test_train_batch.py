@@ -1,10 +1,8 @@
 """From rows to a batch: validity, advantages, reasons, lags, and paths that hold every target once."""
 
-import datetime
-
 import numpy as np
 import pytest
-from builders import EPOCH, group, shard, trajectory, turn
+from builders import group, shard, trajectory, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,31 +125,14 @@ def test_tokens_of_newer_weights_are_refused():
         batch_of(group([1.0, 0.0], turns=[turn(version=3)], weights=weights))
 
 
-def _read(tmp_path, *files):
-    paths = [shard(tmp_path / f"{k}.parquet", rows) for k, rows in enumerate(files)]
-    return read_rows(open_shards(paths), Tally())
-
-
-def test_one_row_an_attempt_the_newest_grading(tmp_path):
-    later = {"graded_at": EPOCH + datetime.timedelta(days=1)}
-    files = [[trajectory(reward=1.0, **later)], [trajectory(reward=0.5)], [trajectory()]]
-    for order in (files, files[::-1]):
-        assert [row["reward"] for row in _read(tmp_path, *order)] == [1.0]
-
-
-def test_a_later_try_replaces_the_earlier_one(tmp_path):
-    first = trajectory(outcome="engine_lost", turns=[turn(completion_ids=[1])])
-    second = trajectory(reward=1.0) | {"try": 1}
-    for order in ([first], [second]), ([second], [first]):
-        assert [row["try"] for row in _read(tmp_path, *order)] == [1]
-
-
-def test_two_rows_of_one_try_with_other_tokens_are_a_conflict(tmp_path):
-    other = trajectory(reward=1.0)
-    other["turns"][1]["logprobs"] = [-9.0, -9.0]
-    with pytest.raises(CheckError, match=r"task-a\.0: sampled tokens in .*1\.parquet differ.*0\.parquet") as caught:
-        _read(tmp_path, [trajectory(reward=1.0)], [other])
-    assert caught.value.code == 4
+def test_rows_come_by_attempt_one_each_with_their_turns(tmp_path):
+    rows = group([1.0, 0.0, 0.0])
+    paths = [shard(tmp_path / "a.parquet", rows[1:]), shard(tmp_path / "b.parquet", [rows[1], rows[0]])]
+    tally = Tally()
+    got = read_rows(open_shards(paths), tally)
+    assert [row["attempt_id"] for row in got] == [row["attempt_id"] for row in rows]
+    assert [turn["logprobs"] for row in got for turn in row["turns"]] == [[-0.25, -0.375]] * 6
+    assert tally.planned == 3 and not tally.missing
 
 
 @st.composite

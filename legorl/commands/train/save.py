@@ -77,8 +77,8 @@ def write_checkpoint(
     digest = Checkpoint(made, model, parent.version + 1).digest
     updates, metrics = tables(digest)
     meta = {"configuration": record["configuration"]}
-    write_shard(made / "updates.parquet", updates, make_meta(schema.UPDATE_FORMAT, **meta), schema.UPDATE)
-    write_shard(made / "metrics.parquet", metrics, make_meta(schema.METRIC_FORMAT, **meta), schema.METRIC)
+    write_shard(made / "updates.parquet", updates, make_meta(schema.UPDATE_FORMAT, **meta))
+    write_shard(made / "metrics.parquet", metrics, make_meta(schema.METRIC_FORMAT, **meta))
     whole = {
         "format": CHECKPOINT_FORMAT,
         "legorl": __version__,
