@@ -28,7 +28,6 @@ class Node:
     prefix_len: int
     context_ids: np.ndarray
     completion_ids: np.ndarray
-    superseded: bool = False  # an answer that was replaced is never a parent
 
     @property
     def prompt_len(self) -> int:
@@ -77,8 +76,7 @@ def place(nodes: Sequence[Node], prompt: np.ndarray) -> tuple[int, int]:
     """
     children: dict[int, list[Node]] = {}
     for node in nodes:
-        if not node.superseded:
-            children.setdefault(node.parent, []).append(node)
+        children.setdefault(node.parent, []).append(node)
     best = (ROOT, 0)
     frontier = [(node, 0) for node in children.get(ROOT, [])]
     while frontier:

@@ -97,13 +97,6 @@ def test_cause(conversation):
         assert t["cause"] == ("root" if t["parent"] == tree.ROOT else "extend" if whole else "rewrite")
 
 
-def test_a_superseded_turn_is_never_a_parent():
-    first = tree.Node(0, -1, 0, tree.ids([1, 2]), tree.ids([3]), superseded=True)
-    again = tree.Node(1, -1, 0, tree.ids([1, 2]), tree.ids([4]))
-    assert tree.place([first, again], tree.ids([1, 2, 3, 9])) == (1, 2)
-    assert tree.place([first], tree.ids([1, 2, 3])) == (tree.ROOT, 0)
-
-
 def test_no_turns():
     tree.check([])
     assert tree.leaves([]) == []
