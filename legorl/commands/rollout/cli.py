@@ -1,8 +1,6 @@
 """lego-rollout: run a harness on tasks in sandboxes, against the model that lego-serve serves."""
 
-import asyncio
 import re
-import signal
 import sys
 import time
 from collections import Counter
@@ -15,7 +13,6 @@ from legorl.harness import load_harness
 from legorl.options import (
     LOST,
     Failure,
-    Terminated,
     command,
     each_path,
     emit,
@@ -24,6 +21,7 @@ from legorl.options import (
     max_lost_option,
     option,
     out_option,
+    run,
     say,
     seed_option,
 )
@@ -94,7 +92,7 @@ def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
         return 0
     harness.check_installed()
     tasks = _tasks(paths)
-    return asyncio.run(_interruptible(_rollout(tasks, harness, out, config, wanted)))
+    return run(_rollout(tasks, harness, out, config, wanted))
 
 
 # Settings that make an --out what it is; the others only say how the work is done.
@@ -117,27 +115,6 @@ def _tasks(paths: tuple[str, ...]) -> list[Any]:
     if not tasks:
         raise Failure("no task given: the list of paths is empty")
     return list(tasks.values())
-
-
-async def _interruptible(work: Any) -> int:
-    """Await `work`; the first SIGINT or SIGTERM cancels it, which removes its containers; the second kills."""
-    loop, task, caught = asyncio.get_running_loop(), asyncio.ensure_future(work), []
-
-    def stop(number: int) -> None:
-        caught.append(number)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_DFL)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not caught:
-            raise
-        raise (KeyboardInterrupt if caught[0] == signal.SIGINT else Terminated) from None
 
 
 async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, Any], wanted: dict[str, Any]) -> int:
