@@ -26,6 +26,7 @@ have git || packages+=(git)
 command -v "$python" >/dev/null || die "no $python; install Python 3.11 or newer, or give PYTHON=/path/to/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$("$python" -V) is too old; give PYTHON=/path/to/python3.11"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || packages+=(libnuma1) # vllm's CPU build links it
 
 # vllm has two builds, which cannot share a .venv; this machine's is the one that fits its devices.
 if nvidia-smi >/dev/null 2>&1; then extra=cuda; else extra=cpu; fi

@@ -1,17 +1,16 @@
 """OpenAI Chat Completions: a request body to a Request, a turn to the reply or its stream of chunks.
 
-Replies are built with the `openai` package's own models. Streaming sends text as it is sampled; from the first sign of
-a tool call on, text is held back until the calls are parsed, since what becomes a call must not be shown as content.
+Replies are built with the `openai` package's own models. Reasoning travels as `reasoning_content`, the field that
+harnesses read and echo although the protocol does not name it.
 """
 
-import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from legorl.commands.serve import tools as toolformat
+from legorl.commands.serve import delivery, reading
+from legorl.commands.serve.delivery import Failure, sse
 from legorl.commands.serve.messages import BadRequest, Message, text_of
 from legorl.commands.serve.session import Request, Turn
 
@@ -21,76 +20,79 @@ SAMPLING_FIELDS = (
     "reasoning_effort", "parallel_tool_calls", "tool_choice",
 )  # fmt: skip
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool",
+}  # fmt: skip
+BEAT = b": waiting\n\n"
 
 
-def read_request(body: dict[str, Any], user_agent: str = "", retry: bool = False) -> Request:
+def read_request(body: dict[str, Any]) -> Request:
     """Turn the JSON body of POST /v1/chat/completions into a Request; raise BadRequest for what it cannot mean."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("'messages' must be a list with at least one message")
     if body.get("n") not in (None, 1):
         raise BadRequest("'n' must be 1: one request is one sampled answer")
     if body.get("modalities") not in (None, ["text"]) or body.get("audio"):
         raise BadRequest("only text can be asked for")
-    choice = body.get("tool_choice")
-    tools = [_tool(t) for t in body.get("tools") or []] if choice != "none" else []
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(s, str) and s for s in stop):
-        raise BadRequest("'stop' must be a string or a list of strings")
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise BadRequest("'max_tokens' must be a positive integer")
+    if body.get("logprobs") or body.get("top_logprobs"):
+        raise BadRequest("'logprobs' are not handed out; they are in the recorded trajectory")
+    response_format = body.get("response_format")
+    if response_format is not None and (not isinstance(response_format, dict) or response_format.get("type") != "text"):
+        raise BadRequest("'response_format' must be text: answers are not constrained by a grammar")
+    options = body.get("stream_options")
     return Request(
         protocol="openai-chat",
-        messages=[_message(m, k) for k, m in enumerate(messages)],
-        tools=tools,
-        requested={name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None},
-        stop=stop,
-        max_tokens=limit,
+        messages=reading.conversation([_message(m, k) for k, m in enumerate(reading.listed(body, "messages"))]),
+        tools=_tools(body),
+        requested=reading.asked_for(body, SAMPLING_FIELDS, []),
+        stop=reading.stops(body, "stop"),
+        max_tokens=reading.positive(body, "max_completion_tokens", "max_tokens"),
         streamed=bool(body.get("stream")),
-        retry=retry,
-        user_agent=user_agent,
+        include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest("each tool must be {'type': 'function', 'function': {'name': ...}}")
-    return {
-        "type": "function",
-        "function": {k: function[k] for k in ("name", "description", "parameters") if k in function},
-    }
+def _tools(body: dict[str, Any]) -> list[reading.Tool]:
+    tools = []
+    for position, tool in enumerate(reading.listed(body, "tools")):
+        where = f"tools[{position}]"
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            raise BadRequest(f"{where}: each tool must be {{'type': 'function', 'function': {{'name': ...}}}}")
+        tools.append(
+            reading.function(function.get("name"), function.get("description"), function.get("parameters"), where)
+        )
+    choice = body.get("tool_choice")
+    names = None
+    if isinstance(choice, dict):
+        allowed = choice.get("allowed_tools")
+        named = reading.listed(allowed, "tools") if isinstance(allowed, dict) else [choice]
+        names = [reading.text_field(c.get("function"), "name", "tool_choice") for c in named if isinstance(c, dict)]
+    return reading.chosen(tools, choice, names)
 
 
 def _message(message: Any, position: int) -> Message:
     where = f"messages[{position}]"
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"{where}: 'role' must be one of {', '.join(ROLES)}")
-    shaped: Message = {"role": ROLES[message["role"]], "content": text_of(message.get("content"))}
+    shaped: Message = {"role": ROLES[role], "content": text_of(message.get("content"))}
     if shaped["role"] == "assistant":
-        calls = message.get("tool_calls") or []
-        try:
-            shaped["tool_calls"] = [
-                {"id": c["id"], "name": c["function"]["name"], "arguments": c["function"]["arguments"] or "{}"}
-                for c in calls
-            ]
-        except (KeyError, TypeError) as error:
-            raise BadRequest(f"{where}: a tool call lacks {error}") from error
+        shaped["tool_calls"] = [_call(c, where) for c in reading.listed(message, "tool_calls")]
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
             shaped["reasoning"] = reasoning
     if shaped["role"] == "tool":
-        shaped["tool_call_id"] = message.get("tool_call_id") or message.get("name") or ""
+        shaped["tool_call_id"] = str(message.get("tool_call_id") or message.get("name") or "")
     return shaped
+
+
+def _call(call: Any, where: str) -> dict[str, str]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str):
+        raise BadRequest(f"{where}: a tool call must hold 'function' with 'name' and 'arguments' (a string)")
+    return {
+        "id": reading.text_field(call, "id", f"{where}: tool call"),
+        "name": reading.text_field(function, "name", f"{where}: tool call"),
+        "arguments": function.get("arguments") or "{}",
+    }
 
 
 def usage(turn: Turn) -> dict[str, Any]:
@@ -116,20 +118,23 @@ def _calls(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def reply(turn: Turn, model: str) -> dict[str, Any]:
+def _head(turn: Turn, model: str, kind: str) -> dict[str, Any]:
+    return {"id": "chatcmpl-" + turn.id, "object": kind, "created": int(turn.started_at.timestamp()), "model": model}
+
+
+def reply(turn: Turn, _asked: Request, model: str) -> dict[str, Any]:
     """The whole answer of a finished turn, as a ChatCompletion."""
     assert turn.answer is not None
     calls = _calls(turn)
     content = turn.answer["content"]
-    message = {"role": "assistant", "content": content if content or not calls else None}
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if turn.answer["reasoning"]:
+        message["reasoning_content"] = turn.answer["reasoning"]
     if calls:
         message["tool_calls"] = calls
     completion = ChatCompletion.model_validate(
         {
-            "id": "chatcmpl-" + turn.id,
-            "object": "chat.completion",
-            "created": int(turn.started_at.timestamp()),
-            "model": model,
+            **_head(turn, model, "chat.completion"),
             "choices": [{"index": 0, "message": message, "finish_reason": finish_reason(turn), "logprobs": None}],
             "usage": usage(turn),
         }
@@ -137,59 +142,36 @@ def reply(turn: Turn, model: str) -> dict[str, Any]:
     return completion.model_dump(mode="json", exclude_unset=True)
 
 
-async def stream(turn: Turn, model: str, with_usage: bool) -> AsyncIterator[bytes]:
+async def stream(turn: Turn, asked: Request, model: str) -> AsyncIterator[bytes]:
     """The answer of a turn as server-sent events, text as it is sampled."""
-    head = {"id": "chatcmpl-" + turn.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+    head = _head(turn, model, "chat.completion.chunk")
 
-    def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
-        chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}
-        return _event(ChatCompletionChunk.model_validate(chunk).model_dump(mode="json", exclude_unset=True))
+    def event(delta: dict[str, Any], finish: str | None = None) -> bytes:
+        return chunk({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+    def chunk(data: dict[str, Any]) -> bytes:
+        return sse(ChatCompletionChunk.model_validate({**head, **data}).model_dump(mode="json", exclude_unset=True))
 
     yield event({"role": "assistant", "content": ""})
-    held = Held(bool(turn.request.tools))
-    async for piece in turn.follow():
-        shown = held.push(piece)
-        if shown:
-            yield event({"content": shown})
-    assert turn.answer is not None
-    rest = turn.answer["content"][held.shown :]
-    if rest:
-        yield event({"content": rest})
+    async for kind, piece in delivery.parts(turn):
+        if kind == delivery.BEAT:
+            yield BEAT
+        else:
+            yield event({"content" if kind == delivery.TEXT else "reasoning_content": piece})
     for position, call in enumerate(_calls(turn)):
         yield event({"tool_calls": [{"index": position, **call}]})
     yield event({}, finish_reason(turn))
-    if with_usage:
-        last = {**head, "choices": [], "usage": usage(turn)}
-        yield _event(ChatCompletionChunk.model_validate(last).model_dump(mode="json", exclude_unset=True))
+    if asked.include_usage:
+        yield chunk({"choices": [], "usage": usage(turn)})
     yield b"data: [DONE]\n\n"
 
 
-class Held:
-    """Text that may be shown while an answer that could hold tool calls is still being sampled."""
-
-    def __init__(self, tools: bool):
-        self._tools = tools
-        self._text = ""
-        self.shown = 0  # characters shown so far
-
-    def push(self, piece: str) -> str:
-        self._text += piece
-        end = len(self._text)
-        if self._tools:
-            opener = self._text.find(toolformat.OPEN)
-            safe = self._text[:opener] if opener >= 0 else self._text
-            overlap = next((n for n in range(len(toolformat.OPEN) - 1, 0, -1) if safe.endswith(toolformat.OPEN[:n])), 0)
-            # White space before a call is not part of the content, so it waits as well.
-            end = len(safe[: len(safe) - (overlap if opener < 0 else 0)].rstrip())
-        new = self._text[self.shown : end]
-        self.shown = max(self.shown, end)
-        return new
+def error(failure: Failure) -> dict[str, Any]:
+    """An error body of this protocol, which is that of every OpenAI route."""
+    kind = {"key": "authentication_error", "engine": "server_error"}.get(failure.kind, "invalid_request_error")
+    return {"error": {"message": failure.message, "type": kind, "param": None, "code": failure.code}}
 
 
-def error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error body of this protocol."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+def stream_error(_turn: Turn, _asked: Request, _model: str, failure: Failure) -> bytes:
+    """What ends a stream that fails after its beginning: the error as an event, and no [DONE]."""
+    return sse(error(failure))

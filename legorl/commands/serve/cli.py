@@ -55,10 +55,15 @@ def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
     if command_line and command_line[0] == "--":
         command_line = command_line[1:]
     from legorl.checkpoint import open_checkpoint
+    from legorl.commands.serve.cores import split_cores
 
     held = open_checkpoint(model)
     if wanted["engine"] == "script" and not wanted["script"]:
         raise click.UsageError("--engine script needs --script FILE")
+    try:
+        split_cores(wanted["cores"], wanted["engine"])
+    except ValueError as error:
+        raise click.UsageError(f"--cores: {error}") from error
     if wanted.pop("explain", False):
         explain({"model": str(held.folder), "version": held.version, "command": list(command_line), **wanted})
         return 0

@@ -13,7 +13,9 @@ def parse_cores(text: str) -> list[int]:
     """Read `0`, `0-3` or `0,2-3`; raise ValueError if a core is not available to this process."""
     cores: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
+        first, _, last = part.strip().partition("-")
+        if not (first + last).isdigit():
+            raise ValueError(f"{text!r} is not a list of cores such as 0 or 0,2-3")
         cores.update(range(int(first), int(last or first) + 1))
     missing = cores - os.sched_getaffinity(0)
     if missing or not cores:

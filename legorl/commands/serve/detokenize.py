@@ -16,7 +16,7 @@ class Detokenizer:
         self._ids: list[int] = []
         self._read = 0  # ids whose text is final
         self._held = ""
-        self._stopped = False
+        self.stopped: str | None = None  # the stop string that ended the text
 
     def push(self, ids: list[int], last: bool = False) -> str:
         """Return new text; `last` releases whatever was held back (an unfinished character becomes U+FFFD)."""
@@ -35,20 +35,20 @@ class Detokenizer:
         return whole[len(before) :]
 
     def _release(self, last: bool) -> str:
-        if self._stopped:
+        if self.stopped is not None:
             self._held = ""
             return ""
-        cuts = [self._held.index(s) for s in self._stop if s in self._held]
+        cuts = [(self._held.index(s), s) for s in self._stop if s in self._held]
         if cuts:
-            self._stopped = True
-            piece, self._held = self._held[: min(cuts)], ""
+            at, self.stopped = min(cuts)
+            piece, self._held = self._held[:at], ""
             return piece
-        keep = 0 if last else max((_overlap(self._held, s) for s in self._stop), default=0)
+        keep = 0 if last else max((overlap(self._held, s) for s in self._stop), default=0)
         piece = self._held[: len(self._held) - keep]
         self._held = self._held[len(piece) :]
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -16,7 +16,14 @@ class EngineError(Exception):
 
 
 class ContextOverflow(Exception):
-    """The prompt leaves no room for one more token."""
+    """The prompt leaves no room for one more token. The session adds the numbers of tokens."""
+
+    def __init__(self, prompt: int | None = None, context: int | None = None):
+        super().__init__(
+            f"This model's maximum context length is {context} tokens, and the messages come to {prompt} tokens. "
+            "Reduce the length of the messages."
+        )
+        self.prompt, self.context = prompt, context
 
 
 class Unsupported(Exception):

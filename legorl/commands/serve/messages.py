@@ -22,7 +22,7 @@ class BadRequest(Exception):
 
 
 def text_of(content: Any) -> str:
-    """Flatten a string, None or a list of text blocks; raise BadRequest for images, audio and files."""
+    """Flatten a string, None or a list of text blocks (a line each); raise BadRequest for images, audio and files."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -42,7 +42,7 @@ def text_of(content: Any) -> str:
         else:
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
             raise BadRequest(f"content of type {kind!r} is not supported: this model reads text only")
-    return "".join(parts)
+    return "\n".join(p for p in parts if p)
 
 
 def digest(*parts: Any) -> str:
@@ -55,7 +55,7 @@ def arguments_key(arguments: str) -> Any:
     """Parsed JSON where it parses (so key order, spacing and escapes do not matter), else the text itself."""
     try:
         return json.loads(arguments)
-    except (json.JSONDecodeError, TypeError):
+    except (ValueError, RecursionError, TypeError):
         return arguments
 
 

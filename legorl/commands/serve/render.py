@@ -23,6 +23,7 @@ class Template:
         if not self.source:
             raise BadRequest("the model folder has no chat template (tokenizer_config.json or chat_template.jinja)")
         self.native_tools = "tools" in self.source
+        self.thinking = self._thinking()
         self.digest = hashlib.sha256(self.source.encode()).hexdigest()[:32]
         self.fault = self._fault()
 
@@ -49,6 +50,14 @@ class Template:
         tail = self._ids(text[text.rindex(MARKER) + len(MARKER) :])
         return tail[0] if tail else self._tokenizer.eos_token_id
 
+    def _thinking(self) -> toolformat.Thinking | None:
+        """How the model marks its reasoning, by its template and vocabulary; None if it does not."""
+        begin, close = "<think>", "</think>"
+        if close not in self.source and close not in self._tokenizer.get_vocab():
+            return None
+        prompt = self._text([{"role": "user", "content": "a"}], [], prompt=True)
+        return toolformat.Thinking(begin, close, prompt.rstrip().endswith(begin))
+
     def _text(self, messages: list[Message], tools: list[dict[str, Any]], prompt: bool) -> str:
         if self.native_tools:
             shaped = [_openai(m) for m in messages]
@@ -62,12 +71,15 @@ class Template:
                     shaped[0] = {"role": "system", "content": shaped[0]["content"].rstrip() + "\n\n" + text}
                 else:
                     shaped.insert(0, {"role": "system", "content": text})
-        try:
-            return self._tokenizer.apply_chat_template(
-                shaped, tools=offered, tokenize=False, add_generation_prompt=prompt
-            )
-        except Exception as error:  # whatever the template's own code raises
-            raise BadRequest(f"the model's chat template refuses this conversation: {error}") from error
+        fault: Exception | None = None
+        for attempt in (shaped, _one_system(shaped)):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    attempt, tools=offered, tokenize=False, add_generation_prompt=prompt
+                )
+            except Exception as error:  # whatever the template's own code raises
+                fault = fault or error
+        raise BadRequest(f"the model's chat template refuses this conversation: {fault}") from fault
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -83,6 +95,14 @@ class Template:
         if exact != self.full(whole, []):
             return "its rendering of an answer differs from the answer's own tokens"
         return None
+
+
+def _one_system(messages: list[Message]) -> list[Message]:
+    """For templates that take one system message, in front: join the leading ones, show later ones as the user's."""
+    lead = next((k for k, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    joined = "\n\n".join(m["content"] for m in messages[:lead])
+    rest = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages[lead:]]
+    return [{"role": "system", "content": joined}, *rest] if lead else rest
 
 
 def _openai(message: Message) -> Message:

@@ -55,6 +55,7 @@ class Request:
     streamed: bool = False
     retry: bool = False  # the client says that it sends this request again
     user_agent: str = ""
+    include_usage: bool = False  # chat: a last chunk of the stream tells the usage
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Turn:
     new_messages: list[Message]
     tools_changed: bool
     foreign: bool
+    thinking: toolformat.Thinking | None = None  # how the model marks its reasoning
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     ids: list[int] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Turn:
     pieces: list[str] = field(default_factory=list)
     support: str = ""
     finish: str | None = None
+    stopped: str | None = None  # the stop string that ended it
     error: Exception | None = None
     delivered: bool = False
     closed_itself: bool = False  # its last sampled token is the template's end token
@@ -97,13 +100,23 @@ class Turn:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    async def follow(self) -> AsyncIterator[str]:
-        """Yield the answer's text as it is sampled, from its beginning. Raises what ended the turn badly."""
+    async def follow(self, beat_s: float | None = None) -> AsyncIterator[str]:
+        """Yield the answer's text as it is sampled, from its beginning; "" if nothing came for `beat_s` seconds.
+
+        Raises what ended the turn badly.
+        """
         sent = 0
         while True:
+            idle = False
             async with self.moved:
-                while not (len(self.pieces) > sent or self.done):
-                    await self.moved.wait()
+                try:
+                    async with asyncio.timeout(beat_s):
+                        while not (len(self.pieces) > sent or self.done):
+                            await self.moved.wait()
+                except TimeoutError:
+                    idle = True
+            if idle:
+                yield ""
             while sent < len(self.pieces):
                 yield self.pieces[sent]
                 sent += 1
@@ -155,7 +168,7 @@ class Session:
         limit = self._engine.info().context - len(prompt)
         if limit < 1:
             self.overflow = True
-            raise ContextOverflow
+            raise ContextOverflow(len(prompt), self._engine.info().context)
         node = tree.Node(index, parent, prefix_len, prompt[prefix_len:], tree.ids([]))
         tools_digest = digest(request.tools)
         turn = Turn(
@@ -167,6 +180,7 @@ class Session:
             new_messages=request.messages[at + 1 :] if base else request.messages,
             tools_changed=tools_digest != self._last_tools,
             foreign=bool(self._agent and not self._agent.search(request.user_agent)),
+            thinking=self._template.thinking,
         )
         self._last_tools = tools_digest
         self.turns.append(turn)
@@ -175,6 +189,13 @@ class Session:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return turn
+
+    def count(self, request: Request) -> int:
+        """Return how many prompt tokens the request would have now. Nothing is recorded."""
+        if self.closed:
+            raise SessionClosed
+        _chain, base, at = self._match(request)
+        return len(self._prompt(request, base, at))
 
     def _match(self, request: Request) -> tuple[str, Turn | None, int]:
         """Return (digest of the request, last turn it continues exactly, index of that turn's answer in it)."""
@@ -240,8 +261,8 @@ class Session:
     async def _sample(self, turn: Turn, prompt: list[int]) -> None:
         try:
             await self._run(turn, prompt)
-        except ContextOverflow as error:
-            self.overflow, turn.error = True, error
+        except ContextOverflow:
+            self.overflow, turn.error = True, ContextOverflow(len(prompt), self._engine.info().context)
         except asyncio.CancelledError:
             self._drop(turn, "cut")
             turn.error = SessionClosed()
@@ -291,14 +312,17 @@ class Session:
         ended = time.monotonic()
         turn.prefill_s = (first or ended) - begun
         turn.decode_s = ended - (first or ended)
+        turn.stopped = words.stopped
         self._finish(turn, finish or "abort")
 
     def _finish(self, turn: Turn, finish: str) -> None:
-        content, turn.calls = toolformat.parse(turn.text, turn.request.tools)
+        reasoning, rest, _ = toolformat.split_reasoning(turn.text, turn.thinking)
+        content, turn.calls = toolformat.parse(rest, turn.request.tools)
         valid = [c for c in turn.calls if c.valid] if all(c.valid for c in turn.calls) else []
         turn.answer = {
             "role": "assistant",
             "content": content,
+            "reasoning": reasoning.strip(),
             "tool_calls": [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in valid],
         }
         turn.closed_itself = bool(turn.ids) and turn.ids[-1] == self._template.end_id
@@ -385,7 +409,7 @@ def _row(turn: Turn) -> dict[str, Any]:
         "stop_token_sampled": turn.closed_itself,
         "tool_calls": [vars(c) for c in turn.calls],
         "text": turn.text,
-        "reasoning": None,
+        "reasoning": (turn.answer or {}).get("reasoning") or None,
         "messages": json.dumps(turn.new_messages, ensure_ascii=False),
         "tools": json.dumps(request.tools, ensure_ascii=False) if turn.tools_changed else None,
         "started_at": turn.started_at,

@@ -8,6 +8,8 @@ The default format is that of Hermes and Qwen models, in plain text, so that any
 
 Results come back as a user message: <tool_response> ... </tool_response>. Arguments are coerced by the tool's JSON
 schema (the string "5" for an integer parameter becomes 5). What cannot be parsed stays text and is recorded as invalid.
+
+Reasoning between a model's own markers (`<think> ... </think>`) is split off first; calls inside it are not calls.
 """
 
 import json
@@ -39,6 +41,28 @@ class ToolCall:
     name: str
     arguments: str
     valid: bool
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a model marks its reasoning. `begun`: the generation prompt ends with the opening mark."""
+
+    open: str
+    close: str
+    begun: bool
+
+
+def split_reasoning(text: str, thinking: Thinking | None) -> tuple[str, str, bool]:
+    """Split sampled text into (reasoning, the rest, whether the reasoning is over). Outer white space is not kept."""
+    if thinking is None:
+        return "", text, True
+    begun = text.lstrip()
+    if begun.startswith(thinking.open):
+        begun = begun[len(thinking.open) :]
+    elif not thinking.begun:
+        return "", text, True
+    reasoning, close, rest = begun.partition(thinking.close)
+    return (reasoning.strip(), rest.lstrip(), True) if close else (reasoning.lstrip(), "", False)
 
 
 def guide(tools: list[dict[str, Any]]) -> str:
@@ -77,24 +101,30 @@ def _read(body: str, schemas: dict[str, dict[str, Any]]) -> ToolCall:
     try:
         data = json.loads(body)
         name, arguments = data["name"], data.get("arguments", data.get("parameters", {}))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return ToolCall(ident, "", body, False)
     if not isinstance(name, str) or name not in schemas or not isinstance(arguments, dict):
         return ToolCall(ident, str(name), json.dumps(arguments, ensure_ascii=False), False)
-    return ToolCall(ident, name, json.dumps(coerce(arguments, schemas[name]), ensure_ascii=False), True)
+    try:
+        typed = json.dumps(coerce(arguments, schemas[name]), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # Infinity and NaN are no JSON
+        return ToolCall(ident, name, body, False)
+    return ToolCall(ident, name, typed, True)
 
 
 def coerce(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Give each argument the type its schema names, where the text says it without doubt; else leave it."""
-    properties = schema.get("properties") or {}
-    return {name: _typed(value, (properties.get(name) or {}).get("type")) for name, value in arguments.items()}
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    kinds = {name: p.get("type") for name, p in properties.items() if isinstance(p, dict)}
+    return {name: _typed(value, kinds.get(name)) for name, value in arguments.items()}
 
 
 def _typed(value: Any, kind: Any) -> Any:
     if isinstance(value, str) and kind in ("integer", "number", "boolean", "array", "object"):
         try:
             read = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
         wanted: Any = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}[kind]
         plain_bool = isinstance(read, bool) and kind != "boolean"
