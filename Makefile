@@ -19,7 +19,7 @@ demo: setup ## the main job on this machine: rollout, grade, train, new weights,
 	    echo "$(RUN) is finished; ROUNDS=N goes on with it, RUN=runs/NAME starts another" >&2; \
 	    exec $$loop; \
 	fi; \
-	exec setpriv --pdeathsig TERM bin/lego-serve $(MODEL) -- $$loop
+	exec setpriv --pdeathsig TERM bin/lego-serve --log $(RUN)/serve.log $(MODEL) -- $$loop
 
 lint: setup ## ruff, mypy and the import rules
 	@.venv/bin/ruff check .

@@ -6,7 +6,7 @@ TASK_SET ?= shell --count 24 --seed 1 --level 0 --split train --kind create --ki
 TASKS ?= 4
 ATTEMPTS ?= 6
 HARNESS ?= mini-swe-agent:small
-ROLLOUT ?= -c 6 --temperature 0.5 --max-turns 2 --turn-tokens 64 --time-limit 240
+ROLLOUT ?= -c 6 --temperature 0.6 --max-turns 2 --turn-tokens 64 --time-limit 240
 GRADE ?= -c 2
 TRAINER ?= --loss grpo --lr 1e-5
 include $(dir $(lastword $(MAKEFILE_LIST)))common.mk
