@@ -172,13 +172,16 @@ class Control:
         try:
             reply = await self._client.request(method, path, **kwargs)
         except (httpx.HTTPError, OSError) as error:
-            raise ServeError(
-                f"no lego-serve answers on {self.socket} ({error}); start one with `lego-serve MODEL` and give its "
-                "socket with --serve or LEGORL_SERVE"
-            ) from error
+            raise self._unanswered(error) from error
         if reply.status_code != 200:
             raise ServeError(f"lego-serve refused {method} {path}: {reply.text}")
         return reply.json()
+
+    def _unanswered(self, error: Exception) -> ServeError:
+        return ServeError(
+            f"no lego-serve answers on {self.socket} ({str(error) or repr(error)}); start one with `lego-serve MODEL` "
+            "and give its socket with --serve or LEGORL_SERVE"
+        )
 
     async def health(self) -> Health:
         return Health(**await self._call("GET", "/health"))
@@ -189,20 +192,22 @@ class Control:
 
     @contextlib.asynccontextmanager
     async def session(self, request: SessionRequest) -> AsyncIterator[Session]:
-        """Open a session; it ends with this block, closed or not."""
-        try:
-            async with self._client.stream("POST", "/sessions", json=asdict(request), timeout=None) as reply:
+        """Open a session; it ends with this block, closed or not. Raises ServeError if it cannot be had."""
+        async with contextlib.AsyncExitStack() as stack:
+            opening = self._client.stream("POST", "/sessions", json=asdict(request), timeout=None)
+            try:
+                reply = await stack.enter_async_context(opening)
                 if reply.status_code != 200:
                     raise ServeError(f"lego-serve refused a session: {(await reply.aread()).decode()}")
                 lines = reply.aiter_lines()
                 first = json.loads(await anext(lines))
-                session = Session(self._client, first["session"], first["key"])
-                follower = asyncio.create_task(session._follow(lines))
-                try:
-                    yield session
-                finally:
-                    follower.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await follower
-        except httpx.ConnectError as error:
-            raise ServeError(f"no lego-serve answers on {self.socket} ({error})") from error
+            except (httpx.HTTPError, StopAsyncIteration) as error:
+                raise self._unanswered(error) from error
+            session = Session(self._client, first["session"], first["key"])
+            follower = asyncio.create_task(session._follow(lines))
+            try:
+                yield session
+            finally:
+                follower.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await follower
