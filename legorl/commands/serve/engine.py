@@ -69,6 +69,7 @@ class EngineInfo:
 
 class Engine(Protocol):
     tokenizer: Any  # transformers tokenizer of the model folder
+    failure: str | None  # why it can sample no more; the server then stops
 
     def info(self) -> EngineInfo: ...
 

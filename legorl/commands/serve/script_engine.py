@@ -40,6 +40,8 @@ def read_script(path: Path) -> list[Line]:
 
 
 class ScriptEngine:
+    failure = None
+
     def __init__(self, folder: Path, version: int, script: list[Line], context: int | None):
         from transformers import AutoConfig, AutoTokenizer
 

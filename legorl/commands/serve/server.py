@@ -29,13 +29,18 @@ class Server:
         self.llm_dir = llm_dir
         self.free_cores = free_cores
         self.started = time.time()
-        self.failed: str | None = None
+        self._failed: str | None = None
         self._sessions: dict[str, Session] = {}
         self._keys: dict[str, Session] = {}
         self._running = 0
         self._loading = False
         self._moved = asyncio.Condition()
         self.counters = {"turns": 0, "tokens": 0, "sessions": 0, "weight_loads": 0}
+
+    @property
+    def failed(self) -> str | None:
+        """Why this server can go on no longer, or None."""
+        return self._failed or self.engine.failure
 
     def health(self) -> Health:
         info = self.engine.info()
@@ -121,7 +126,7 @@ class Server:
             self.weights, self.version = new, new.version if version is None else version
             self.counters["weight_loads"] += 1
         except EngineError as error:
-            self.failed = str(error)
+            self._failed = str(error)
             raise
         finally:
             async with self._moved:

@@ -14,6 +14,8 @@ from legorl.commands.serve.engine import ContextOverflow, Delta, EngineInfo, Sam
 
 
 class TorchEngine:
+    failure = None
+
     def __init__(self, folder: Path, version: int, context: int | None, dtype: str):
         from transformers import AutoTokenizer
 

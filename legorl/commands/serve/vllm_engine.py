@@ -45,7 +45,7 @@ class VllmEngine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Delta | BaseException]] = {}
         self._loop = asyncio.get_running_loop()
-        self._failure: BaseException | None = None
+        self.failure: str | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
@@ -81,8 +81,8 @@ class VllmEngine:
                 for output in self._engine.step():
                     self._publish(output)
         except BaseException as error:
-            self._failure = error
-            self._tell(self._fail_all, EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
+            self.failure = f"vLLM failed: {type(error).__name__}: {error}"
+            self._tell(self._fail_all, EngineError(self.failure))
 
     def _next(self, block: bool) -> Callable[[], None] | None:
         try:
@@ -151,8 +151,8 @@ class VllmEngine:
             stream.put_nowait(error)
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        if self._failure:
-            raise EngineError(f"vLLM failed: {self._failure}")
+        if self.failure:
+            raise EngineError(self.failure)
         done = self._loop.create_future()
 
         def work() -> None:
@@ -202,7 +202,7 @@ class VllmEngine:
                     return
         finally:
             del self._streams[request_id]
-            if not finished and not self._failure:
+            if not finished and not self.failure:
                 self._commands.put(lambda: self._engine.abort_request([request_id]))
 
     async def abort(self, request_id: str) -> None:

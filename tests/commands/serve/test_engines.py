@@ -147,6 +147,21 @@ def test_vllm_streams_aborts_stops_and_reuses_prefixes(with_vllm):
 
 
 @pytest.mark.vllm
+def test_vllm_that_fails_tells_everyone(with_vllm):
+    """The last test of this engine: it does not survive."""
+
+    async def main(engine):
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            async for _delta in engine.generate("running", [5, 6, 7], Sampling(1.0, 1.0, 300, seed=1)):
+                engine._commands.put(lambda: 1 // 0)
+        assert "ZeroDivisionError" in engine.failure
+        with pytest.raises(EngineError):
+            await sample(engine, "later", [5, 6, 7], Sampling())
+
+    with_vllm(main)
+
+
+@pytest.mark.vllm
 def test_vllm_that_cannot_start_says_why(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(EngineError, match="vLLM did not start"):
