@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Sandbox:
         self._lock = asyncio.Lock()
         self._in_step = True  # every request so far has had its reply read
         self._stderr = b""
+        self._full_disks: tuple[str, ...] = ()
         self._process: asyncio.subprocess.Process | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -280,6 +281,7 @@ class Sandbox:
                     if task is not None:
                         task.cancel()
         _checked("run", answer)
+        self._full_disks = tuple(answer["full_disks"])
         return RunResult(
             exit_code=answer["exit_code"],
             log=data[: answer["log"]],
@@ -303,8 +305,8 @@ class Sandbox:
             await self._ask({"op": "apply", "repo": repo}, patch)
 
     def evidence(self) -> limits.Evidence:
-        """Return what the kernel counted, read outside of the container; also after it ended."""
-        return self._limiter.evidence()
+        """Return what the kernel counted, out of the agent's reach; also after the container ended."""
+        return replace(self._limiter.evidence(), full_disks=self._full_disks)
 
 
 def _checked(op: str, answer: dict[str, Any]) -> dict[str, Any]:

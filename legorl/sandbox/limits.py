@@ -32,15 +32,17 @@ _PERIOD_US = 100_000
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the kernel counted for one sandbox, read outside of it.
+    """What the kernel says of one sandbox, out of the agent's reach.
 
     oom_kills: processes killed because the memory limit was reached; process_refusals: forks refused by the process
-    limit; memory_peak: bytes, None where the kernel does not tell.
+    limit; memory_peak: bytes, None where the kernel does not tell; full_disks: the folders without room when the last
+    command had ended (the supervisor looks, once nothing of the agent's lives).
     """
 
     oom_kills: int = 0
     process_refusals: int = 0
     memory_peak: int | None = None
+    full_disks: tuple[str, ...] = ()
 
 
 class Limiter(Protocol):

@@ -58,6 +58,9 @@ GOOD = {"exit_code": 0, "patch": b"diff", "turns": 2}
         ({"oom_kills": 1}, "finished"),  # a command of its was killed; it went on and changed something
         ({"process_refusals": 3, "patch": b""}, "too_many_processes"),
         ({"process_refusals": 3}, "finished"),
+        ({"full_disks": ("/tmp",), "exit_code": 1}, "disk_full"),
+        ({"full_disks": ("/ws", "/tmp"), "patch": b""}, "disk_full"),
+        ({"full_disks": ("/ws",)}, "finished"),
         ({"patch": None, "patch_error": "8 MiB"}, "patch_unusable"),
         ({"sandbox_lost": "gone", "patch": None, "exit_code": None}, "sandbox_lost"),
         ({"sandbox_lost": "gone", "oom_kills": 1, "patch": None, "exit_code": None}, "out_of_memory"),
@@ -82,6 +85,7 @@ def test_outcome(seen: dict[str, Any], outcome: str) -> None:
         tools_called=st.booleans(),
         oom_kills=st.integers(0, 2),
         process_refusals=st.integers(0, 2),
+        full_disks=st.sampled_from([(), ("/ws",)]),
     )
 )
 def test_nothing_that_a_container_can_bring_about_is_blamed_on_infrastructure(seen: Seen) -> None:
@@ -286,6 +290,7 @@ SCRIPT = [
     {"match": "^crash", "text": "kill -9 $PPID"},
     {"match": "^slow", "text": "echo hi > hello.txt; sleep 1000"},
     {"match": "^eat", "text": "python3 -c 'x = bytearray(1 << 30)'; kill -9 $PPID"},
+    {"match": "^fill", "text": "cat /dev/zero >/tmp/zeros; kill -9 $PPID"},
     {"match": "^flood", "text": "head -c 9000000 /dev/urandom > big; true"},
     {"match": "^loop", "text": "echo hi >> hello.txt"},
     {"match": "^rc [0-9]+$", "text": "DONE"},
@@ -430,6 +435,7 @@ def test_every_ending_of_an_attempt(tmp_path: Path, lego_serve: str) -> None:
         "crash": "harness_crash",
         "slow": "time_limit",
         "eat": "out_of_memory",
+        "fill": "disk_full",
         "flood": "patch_unusable",
     }
     paths = "\n".join(str(task(folder, name, f"{name} it")) for name in wanted)
@@ -453,7 +459,7 @@ def test_every_ending_of_an_attempt(tmp_path: Path, lego_serve: str) -> None:
     assert made["weights"][0]["version"] == 0 and made["budgets"]["turns"] == {"limit": 16.0, "used": 2.0}
     assert rows["slow"]["budgets"]["seconds"]["used"] >= 20 and b"+hi\n" in rows["slow"]["patch"]
     assert len({r["seed"] for r in rows.values()}) == len(rows)
-    assert done.stderr.count(" of 6 attempts") == 6  # one line a group
+    assert done.stderr.count(" of 7 attempts") == 7  # one line a group
 
 
 @pytest.mark.podman

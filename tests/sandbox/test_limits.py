@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from sandbox.boxes import SMALL, Boxes, sh, start
@@ -52,8 +53,11 @@ def test_a_full_disk_is_refused_and_is_not_a_full_memory(boxes: Boxes, do):
     seen = json.loads(do(sh(box, "python3 /lego/bombs.py disk /ws 100000000")).log)
     assert seen == {"bytes": SMALL.disk_mb << 20, "errno": "ENOSPC"}
     # All of them full at once: still no process is killed.
+    assert box.evidence().full_disks == ()  # the bomb has cleaned up
     assert do(sh(box, _FILL)).log.count(b"No space left") == 4
-    assert box.evidence().oom_kills == 0
+    assert box.evidence() == replace(box.evidence(), oom_kills=0, full_disks=("/ws", "/tmp", "/home/agent", "/dev/shm"))
+    do(sh(box, "rm /ws/fill /home/agent/fill /dev/shm/fill"))
+    assert box.evidence().full_disks == ("/tmp",)
 
 
 def test_memory_and_processes_are_promised_in_full(boxes: Boxes, do):

@@ -264,7 +264,12 @@ async def _collect(box: Sandbox, found: _Found) -> None:
     except SandboxError as error:
         found.seen = replace(found.seen, sandbox_lost=str(error))
     evidence = box.evidence()
-    found.seen = replace(found.seen, oom_kills=evidence.oom_kills, process_refusals=evidence.process_refusals)
+    found.seen = replace(
+        found.seen,
+        oom_kills=evidence.oom_kills,
+        process_refusals=evidence.process_refusals,
+        full_disks=evidence.full_disks,
+    )
 
 
 async def _close(session: Session, found: _Found) -> None:

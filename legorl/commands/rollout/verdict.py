@@ -29,6 +29,7 @@ class Seen:
     turns: int = 0
     oom_kills: int = 0
     process_refusals: int = 0
+    full_disks: tuple[str, ...] = ()
 
 
 def decide(seen: Seen) -> tuple[str, str]:
@@ -52,6 +53,8 @@ def decide(seen: Seen) -> tuple[str, str]:
         return "context_overflow", "the last request did not fit the model's context"
     if seen.process_refusals and failing:
         return "too_many_processes", f"{seen.process_refusals} processes refused at the limit"
+    if seen.full_disks and failing:
+        return "disk_full", f"no room left in {', '.join(seen.full_disks)}"
     if seen.exit_code != 0:
         return "harness_crash", f"the harness ended with exit code {seen.exit_code}"
     if seen.patch:

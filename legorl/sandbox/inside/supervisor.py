@@ -22,6 +22,8 @@ from processes import AGENT, FORWARDER, as_agent, fork, slay, spawn  # noqa: E40
 from repositories import KEEP, Head, Refused, Repositories  # noqa: E402
 
 REPORT_LIMIT = 8 << 20
+DISKS = ("/ws", "/tmp", "/home/agent", "/dev/shm")  # where the agent can write
+_FULL = 64 << 10  # bytes left: less than most programs write at a time
 _ENVIRONMENT = {
     "HOME": "/home/agent",
     "USER": "agent",
@@ -114,6 +116,16 @@ class Tail:
         return bytes(self._data[-self._limit :]) if self._limit else b""
 
 
+def full_disks() -> list[str]:
+    """Return the agent's file systems on which no more room or no more files are to be had."""
+    full = []
+    for path in DISKS:
+        seen = os.statvfs(path)
+        if seen.f_bavail * seen.f_frsize < _FULL or (seen.f_files and not seen.f_ffree):
+            full.append(path)
+    return full
+
+
 def run(wire: Wire, argv: list[str], env: dict[str, str], cwd: str, log_limit: int, timeout_s: float | None) -> None:
     """Run the agent's command to its end, its time limit or the host's "stop"; then nothing of the agent lives."""
     log_r, log_w = os.pipe()
@@ -148,7 +160,8 @@ def run(wire: Wire, argv: list[str], env: dict[str, str], cwd: str, log_limit: i
             sink.add(data)
         os.close(fd)
     log_bytes, report_bytes = log.value(), report.value()
-    wire.reply(log_bytes + report_bytes, ok=True, log=len(log_bytes), report_over=report.over, **fields)
+    fields |= {"log": len(log_bytes), "report_over": report.over, "full_disks": full_disks()}
+    wire.reply(log_bytes + report_bytes, ok=True, **fields)
 
 
 def _watch(wire: Wire, child: subprocess.Popen[bytes], sinks: dict, deadline: float | None, fields: dict) -> None:
