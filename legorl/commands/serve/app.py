@@ -2,12 +2,15 @@
 
 Every request needs the key of a live session: `Authorization: Bearer`, `x-api-key`, or a path prefix `/k/KEY/v1/...`
 for harnesses that take only a base URL. Bodies are bounded; errors have the protocol's own shape, and those that a
-retry cannot mend are 4xx, so that harnesses do not retry them.
+retry cannot mend are 4xx, so that harnesses do not retry them. What differs between the protocols is in a module each
+(chat, responses_api, messages_api), all with the functions of `Wire`; what they share is here.
 """
 
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
@@ -15,54 +18,75 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from legorl.commands.serve import chat
-from legorl.commands.serve.engine import ContextOverflow, EngineError
+from legorl.commands.serve import chat, messages_api, responses_api
+from legorl.commands.serve.delivery import Failure, failure_of
 from legorl.commands.serve.messages import BadRequest
 from legorl.commands.serve.server import Server
-from legorl.commands.serve.session import BudgetSpent, Session, SessionClosed, Turn, reject_unanswerable
+from legorl.commands.serve.session import Request, Session, Turn, reject_unanswerable
 
 MAX_BODY = 32 << 20  # bytes
+NO_BUFFER = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Wire(Protocol):
+    """One protocol: what its module offers."""
+
+    def read_request(self, body: dict[str, Any]) -> Request:
+        """Raises BadRequest."""
+
+    def reply(self, turn: Turn, asked: Request, model: str) -> dict[str, Any]: ...
+
+    def stream(self, turn: Turn, asked: Request, model: str) -> AsyncIterator[bytes]: ...
+
+    def error(self, failure: Failure) -> dict[str, Any]: ...
 
 
 def harness_app(server: Server) -> Starlette:
     """The app behind the sandbox's socket."""
 
-    def session_of(request: HttpRequest) -> Session | None:
+    def session_of(request: HttpRequest) -> Session:
         key = request.path_params.get("key") or request.headers.get("x-api-key")
         bearer = request.headers.get("authorization", "")
         if not key and bearer.lower().startswith("bearer "):
             key = bearer[7:].strip()
-        return server.session_by_key(key) if key else None
+        session = server.session_by_key(key) if key else None
+        if session is None:
+            raise _UnknownKey
+        return session
 
     async def models(request: HttpRequest) -> Response:
-        if session_of(request) is None:
-            return _unknown_key()
-        item = {"id": server.name, "object": "model", "created": int(server.started), "owned_by": "legorl"}
-        return JSONResponse({"object": "list", "data": [item]})
+        try:
+            session_of(request)
+        except _UnknownKey as error:
+            return _failed(error, _wire(request))
+        return JSONResponse(_models(server.name, server.started))
 
-    async def completions(request: HttpRequest) -> Response:
-        session = session_of(request)
-        if session is None:
-            return _unknown_key()
+    def answers(wire: Wire) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def answer(request: HttpRequest) -> Response:
+            try:
+                session = session_of(request)
+                asked = _identified(wire.read_request(await _json(request)), request)
+                reject_unanswerable(asked)
+                turn = session.open_turn(asked)
+                ids = {"request-id": turn.id, "x-request-id": turn.id}
+                if asked.streamed:
+                    events = _deliver(wire.stream(turn, asked, server.name), turn, request)
+                    return StreamingResponse(events, media_type="text/event-stream", headers={**NO_BUFFER, **ids})
+                async for _piece in turn.follow():
+                    pass
+                return _Delivered(turn, wire.reply(turn, asked, server.name), request, ids)
+            except Exception as error:
+                return _failed(error, wire)
+
+        return answer
+
+    async def count_tokens(request: HttpRequest) -> Response:
         try:
-            body = await _json(request)
-            retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            asked = chat.read_request(body, request.headers.get("user-agent", ""), retry)
-            reject_unanswerable(asked)
-            turn = session.open_turn(asked)
+            session = session_of(request)
+            asked = messages_api.read_request(await _json(request))
+            return JSONResponse(messages_api.count(session.count(asked)))
         except Exception as error:
-            return _failed(error)
-        if asked.streamed:
-            include = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(
-                _deliver(turn, server.name, include, request), media_type="text/event-stream", headers=NO_BUFFER
-            )
-        try:
-            async for _piece in turn.follow():
-                pass
-            return _Delivered(turn, chat.reply(turn, server.name), request)
-        except Exception as error:
-            return _failed(error)
+            return _failed(error, messages_api)
 
     async def alive(_request: HttpRequest) -> Response:
         return Response()
@@ -71,19 +95,28 @@ def harness_app(server: Server) -> Starlette:
     for prefix in ("", "/k/{key}"):
         routes += [
             Route(prefix + "/v1/models", models, methods=["GET"]),
-            Route(prefix + "/v1/chat/completions", completions, methods=["POST"]),
+            Route(prefix + "/v1/chat/completions", answers(chat), methods=["POST"]),
+            Route(prefix + "/v1/responses", answers(responses_api), methods=["POST"]),
+            Route(prefix + "/v1/messages", answers(messages_api), methods=["POST"]),
+            Route(prefix + "/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         ]
-    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+    handlers: Any = {404: _no_route, 405: _no_route, 500: _broken}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
-NO_BUFFER = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+class _UnknownKey(Exception):
+    pass
+
+
+class _TooLarge(Exception):
+    pass
 
 
 class _Delivered(JSONResponse):
     """Marks the turn delivered once its whole body has been handed to a client that is still there."""
 
-    def __init__(self, turn: Turn, content: Any, request: HttpRequest):
-        super().__init__(content)
+    def __init__(self, turn: Turn, content: Any, request: HttpRequest, headers: dict[str, str]):
+        super().__init__(content, headers=headers)
         self._turn, self._request = turn, request
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -92,16 +125,22 @@ class _Delivered(JSONResponse):
             self._turn.delivered = True
 
 
-async def _deliver(turn: Turn, model: str, include_usage: bool, request: HttpRequest) -> AsyncIterator[bytes]:
+async def _deliver(events: AsyncIterator[bytes], turn: Turn, request: HttpRequest) -> AsyncIterator[bytes]:
     try:
-        async for event in chat.stream(turn, model, include_usage):
+        async for event in events:
             yield event
     except Exception as error:
-        # The status line is out already: the error travels as an event, and the stream ends without [DONE].
-        yield b"data: " + _failed(error).body + b"\n\n"
-        return
+        if failure_of(error) is None:
+            raise
+        return  # the status line is out already: the stream itself has said what happened
     # Sending to a client that went away does not fail, so ask.
     turn.delivered = turn.delivered or not await request.is_disconnected()
+
+
+def _identified(asked: Request, request: HttpRequest) -> Request:
+    """Add what the headers say: who asks, and whether it is a repetition."""
+    retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return replace(asked, user_agent=request.headers.get("user-agent", ""), retry=retry)
 
 
 async def _json(request: HttpRequest) -> dict[str, Any]:
@@ -109,36 +148,54 @@ async def _json(request: HttpRequest) -> dict[str, Any]:
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BODY:
-            raise BadRequest(f"the request body is larger than {MAX_BODY >> 20} MiB")
+            raise _TooLarge
     try:
         body = json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        if b"\\ud" in data or b"\\uD" in data:
+            # JavaScript cuts strings within a character: half of a surrogate pair becomes U+FFFD, as it does there.
+            whole = json.dumps(body, ensure_ascii=False)
+            body = json.loads(whole.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
 
 
-def _unknown_key() -> Response:
-    return JSONResponse(chat.error("no live session has this API key", "authentication_error", "invalid_api_key"), 401)
+def _models(name: str, started: float) -> dict[str, Any]:
+    """The one model, as both families of clients read it."""
+    since = datetime.fromtimestamp(int(started), UTC).isoformat().replace("+00:00", "Z")
+    openai = {"id": name, "object": "model", "created": int(started), "owned_by": "legorl"}
+    item = {**openai, "type": "model", "display_name": name, "created_at": since, "lifecycle": "active"}
+    return {"object": "list", "data": [item], "has_more": False, "first_id": name, "last_id": name}
 
 
-async def _no_route(request: HttpRequest, _error: Exception) -> Response:
-    return JSONResponse(chat.error(f"no route {request.method} {request.url.path}", "invalid_request_error"), 404)
+def _wire(request: HttpRequest) -> Wire:
+    """The protocol that a request without a route of its own is most likely to speak."""
+    theirs = "/messages" in request.url.path or "anthropic-version" in request.headers
+    return messages_api if theirs else chat
 
 
-def _failed(error: Exception) -> Response:
-    if isinstance(error, BadRequest):
-        return JSONResponse(chat.error(str(error), "invalid_request_error", error.code), 400)
-    if isinstance(error, ContextOverflow):
-        text = "This model's maximum context length is exceeded by the prompt"
-        return JSONResponse(chat.error(text, "invalid_request_error", "context_length_exceeded"), 400)
-    if isinstance(error, BudgetSpent):
-        return JSONResponse(chat.error(str(error), "invalid_request_error", "session_budget_spent"), 400)
-    if isinstance(error, SessionClosed):
-        return JSONResponse(chat.error("this session is closed", "authentication_error", "invalid_api_key"), 401)
-    if isinstance(error, EngineError):
-        return JSONResponse(chat.error(str(error), "server_error", "engine_error"), 500)
+def _failed(error: Exception, wire: Wire) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-    raise error
+    if isinstance(error, _UnknownKey):
+        failure: Failure | None = Failure(401, "key", "no live session has this API key", "invalid_api_key")
+    elif isinstance(error, _TooLarge):
+        failure = Failure(413, "large", f"the request body is larger than {MAX_BODY >> 20} MiB", "request_too_large")
+    else:
+        failure = failure_of(error)
+    if failure is None:
+        raise error
+    return JSONResponse(wire.error(failure), failure.status)
+
+
+async def _no_route(request: HttpRequest, error: Any) -> Response:
+    failure = Failure(error.status_code, "route", f"no route {request.method} {request.url.path}")
+    return JSONResponse(_wire(request).error(failure), failure.status)
+
+
+async def _broken(request: HttpRequest, error: Exception) -> Response:
+    """A fault of this server's own; Starlette logs it after this answer."""
+    failure = Failure(500, "engine", f"lego-serve failed: {type(error).__name__}", "server_error")
+    return JSONResponse(_wire(request).error(failure), 500)

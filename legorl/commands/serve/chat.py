@@ -20,7 +20,8 @@ SAMPLING_FIELDS = (
     "reasoning_effort", "parallel_tool_calls", "tool_choice",
 )  # fmt: skip
 ROLES = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool",
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool", "function": "tool",
 }  # fmt: skip
 BEAT = b": waiting\n\n"
 
@@ -143,7 +144,7 @@ def reply(turn: Turn, _asked: Request, model: str) -> dict[str, Any]:
 
 
 async def stream(turn: Turn, asked: Request, model: str) -> AsyncIterator[bytes]:
-    """The answer of a turn as server-sent events, text as it is sampled."""
+    """The answer as server-sent events, text as it is sampled; raises after the event that says what failed."""
     head = _head(turn, model, "chat.completion.chunk")
 
     def event(delta: dict[str, Any], finish: str | None = None) -> bytes:
@@ -153,11 +154,16 @@ async def stream(turn: Turn, asked: Request, model: str) -> AsyncIterator[bytes]
         return sse(ChatCompletionChunk.model_validate({**head, **data}).model_dump(mode="json", exclude_unset=True))
 
     yield event({"role": "assistant", "content": ""})
-    async for kind, piece in delivery.parts(turn):
-        if kind == delivery.BEAT:
-            yield BEAT
-        else:
-            yield event({"content" if kind == delivery.TEXT else "reasoning_content": piece})
+    try:
+        async for kind, piece in delivery.parts(turn):
+            if kind == delivery.BEAT:
+                yield BEAT
+            else:
+                yield event({"content" if kind == delivery.TEXT else "reasoning_content": piece})
+    except Exception as fault:
+        if failure := delivery.failure_of(fault):
+            yield sse(error(failure))
+        raise
     for position, call in enumerate(_calls(turn)):
         yield event({"tool_calls": [{"index": position, **call}]})
     yield event({}, finish_reason(turn))
@@ -170,8 +176,3 @@ def error(failure: Failure) -> dict[str, Any]:
     """An error body of this protocol, which is that of every OpenAI route."""
     kind = {"key": "authentication_error", "engine": "server_error"}.get(failure.kind, "invalid_request_error")
     return {"error": {"message": failure.message, "type": kind, "param": None, "code": failure.code}}
-
-
-def stream_error(_turn: Turn, _asked: Request, _model: str, failure: Failure) -> bytes:
-    """What ends a stream that fails after its beginning: the error as an event, and no [DONE]."""
-    return sse(error(failure))

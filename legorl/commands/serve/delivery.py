@@ -31,7 +31,9 @@ class Failure:
     kind: str
     message: str
     code: str | None = None
-    tokens: tuple[int | None, int | None] | None = None  # of the prompt and of the context, where the prompt is too long
+    tokens: tuple[int | None, int | None] | None = (
+        None  # of the prompt and of the context, where the prompt is too long
+    )
 
 
 def failure_of(error: Exception) -> Failure | None:

@@ -194,7 +194,7 @@ def count(tokens: int) -> dict[str, Any]:
 
 
 async def stream(turn: Turn, _asked: Request, model: str) -> AsyncIterator[bytes]:
-    """The answer of a turn as server-sent events, text as it is sampled."""
+    """The answer as server-sent events, text as it is sampled; raises after the event that says what failed."""
     start = {
         **_head(turn, model),
         "content": [],
@@ -205,12 +205,17 @@ async def stream(turn: Turn, _asked: Request, model: str) -> AsyncIterator[bytes
     yield _event(RawMessageStartEvent, type="message_start", message=start)
     yield BEAT
     blocks = _Blocks(turn.id)
-    async for kind, piece in delivery.parts(turn):
-        if kind == delivery.BEAT:
-            yield BEAT
-        else:
-            for event in blocks.push(kind, piece):
-                yield event
+    try:
+        async for kind, piece in delivery.parts(turn):
+            if kind == delivery.BEAT:
+                yield BEAT
+            else:
+                for event in blocks.push(kind, piece):
+                    yield event
+    except Exception as fault:
+        if failure := delivery.failure_of(fault):
+            yield sse(error(failure), "error")
+        raise
     for event in blocks.close():
         yield event
     for use in _uses(turn):
@@ -272,8 +277,3 @@ def error(failure: Failure) -> dict[str, Any]:
     if failure.tokens:
         message = "prompt is too long: {} tokens > {} maximum".format(*failure.tokens)
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def stream_error(_turn: Turn, _asked: Request, _model: str, failure: Failure) -> bytes:
-    """What ends a stream that fails after its beginning."""
-    return sse(error(failure), "error")

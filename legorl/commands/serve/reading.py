@@ -18,7 +18,7 @@ def conversation(messages: list[Message]) -> list[Message]:
     them in the order in which their tools ended.
     """
     if not messages:
-        raise BadRequest("there must be at least one message")
+        raise BadRequest("the request holds no messages")
     ordered: list[Message] = []
     rank: dict[str, int] = {}
     at = 0

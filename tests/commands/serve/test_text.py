@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legorl.commands.serve import tools
-from legorl.commands.serve.chat import Held
 from legorl.commands.serve.cores import parse_cores, split_cores
+from legorl.commands.serve.delivery import REASONING, TEXT, Held
 from legorl.commands.serve.detokenize import Detokenizer
 from legorl.commands.serve.messages import same_answer
 
@@ -46,16 +46,48 @@ def test_nothing_of_a_stop_string_is_shown(tokenizer, before, stop, after):
     assert shown == whole[: whole.index(stop)]
 
 
-@given(text=st.text("ab <tool_call>\n{", max_size=40), cuts=st.lists(st.integers(1, 5), max_size=30))
-def test_streamed_text_is_always_a_beginning_of_the_content(text, cuts):
-    held, at, shown = Held(tools=True), 0, ""
+THINKING = tools.Thinking("<think>", "</think>", False)
+BITS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<tool_call>", "</", "<th", "a", "b ", " ", "\n", "{"]), max_size=12
+)
+
+
+@given(BITS.map("".join), st.lists(st.integers(1, 5), max_size=30), st.sampled_from([None, THINKING, "begun"]))
+def test_streamed_text_is_always_a_beginning_of_the_content(text, cuts, thinking):
+    if thinking == "begun":
+        thinking = tools.Thinking("<think>", "</think>", True)
+    held, at, shown = Held(True, thinking), 0, {REASONING: "", TEXT: ""}
     for cut in [*cuts, len(text)]:
         if text[at : at + cut]:
-            shown += held.push(text[at : at + cut])
+            for kind, new in held.push(text[at : at + cut]):
+                shown[kind] += new
         at += cut
-    assert text.startswith(shown) and tools.OPEN not in shown
-    content, _ = tools.parse(text, [{"function": {"name": "x"}}])
-    assert content.startswith(shown)
+    reasoning, rest, _ = tools.split_reasoning(text, thinking)
+    content, _ = tools.parse(rest, [{"function": {"name": "x"}}])
+    assert tools.OPEN not in shown[TEXT]
+    assert reasoning.strip().startswith(shown[REASONING]) and content.startswith(shown[TEXT])
+    assert {k: len(v) for k, v in shown.items()} == held.shown
+
+
+def test_reasoning_is_split_off_and_calls_inside_it_are_text():
+    call = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
+    assert tools.split_reasoning(f"<think>\n{call}\n</think>\n\nhi", THINKING) == (call, "hi", True)
+    assert tools.split_reasoning("no marks", THINKING) == ("", "no marks", True)
+    assert tools.split_reasoning("<think>cut", THINKING) == ("cut", "", False)
+    assert tools.split_reasoning("on and on</think>so", tools.Thinking("<think>", "</think>", True))[:2] == (
+        "on and on",
+        "so",
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[" * 5000, '{"name": "x", "arguments": {"n": ' + "1" * 5000 + "}}", '{"name": "x", "arguments": {"n": NaN}}'],
+)
+def test_a_call_that_json_cannot_hold_is_invalid_and_no_fault_of_ours(body):
+    text = f"<tool_call>{body}</tool_call>"
+    content, calls = tools.parse(text, [{"function": {"name": "x", "parameters": {"properties": {"n": True}}}}])
+    assert content == text and [c.valid for c in calls] == [False]
 
 
 def test_arguments_get_the_types_of_the_schema():
