@@ -192,6 +192,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise ShardError, naming each difference, unless `out`, made with the settings `old`, suits those of `new`.
+
+    `old` was read from JSON; `new` may hold what JSON makes something else of.
+    """
+    new = json.loads(json.dumps(new, default=str))
+    changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+    if changed:
+        shown = "; ".join(f"{key}: was {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
+        raise ShardError(f"{out}: made with other settings ({shown}); use the old ones or give another --out")
+
+
 class OutDir:
     """An output folder held by one writer (flock) and bound to one configuration.
 
@@ -200,7 +212,7 @@ class OutDir:
 
     def __init__(self, path: Path, config: dict[str, Any]):
         self.path = path
-        self._config = json.loads(json.dumps(config, default=str))
+        self._config = config
 
     def __enter__(self) -> "OutDir":
         self.path.mkdir(parents=True, exist_ok=True)
@@ -228,16 +240,10 @@ class OutDir:
     def _bind(self) -> None:
         record = self.path / ".config.json"
         if record.exists():
-            old = json.loads(record.read_text())
-            changed = sorted(k for k in {*old, *self._config} if old.get(k) != self._config.get(k))
-            if changed:
-                shown = "; ".join(f"{k}: was {old.get(k)!r}, now {self._config.get(k)!r}" for k in changed)
-                raise ShardError(
-                    f"{self.path}: made with other settings ({shown}); use the old ones or give another --out"
-                )
+            check_settings(self.path, json.loads(record.read_text()), self._config)
             return
         with atomic(record) as temporary:
-            temporary.write_text(json.dumps(self._config, indent=1))
+            temporary.write_text(json.dumps(self._config, indent=1, default=str))
 
     def __exit__(self, *_: object) -> None:
         self._lock.seek(0)

@@ -6,6 +6,7 @@ from legorl.sandbox.image import BASE_IMAGE
 from legorl.sandbox.leftovers import reap
 from legorl.sandbox.limits import Evidence
 from legorl.sandbox.probe import ensure_ready
+from legorl.sandbox.supplies import mountable
 
 __all__ = [
     "BASE_IMAGE",
@@ -20,6 +21,7 @@ __all__ = [
     "SandboxLost",
     "Spec",
     "ensure_ready",
+    "mountable",
     "open_sandbox",
     "reap",
 ]

@@ -1,11 +1,12 @@
-"""The helper programs that every container sees at /lego, and its seccomp profile, where Podman's user can read them.
+"""Programs that containers see at a mount: copied to folders named by their content, where Podman's user can read them.
 
-A checkout may lie in a folder that the service user cannot enter, so they are copied to a folder named by their digest.
+A checkout may lie in a folder that the service user cannot enter.
 """
 
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,22 +16,21 @@ _HERE = Path(__file__).parent
 FILES = (*sorted((_HERE / "inside").glob("*.py")), _HERE / "seccomp.json")
 
 
-@cache
-def digest() -> str:
-    """sha256 (16 hex digits) of the helper programs and the profile."""
+def digest_of(files: Sequence[Path]) -> str:
+    """sha256 (16 hex digits) of the names and contents of `files`."""
     total = hashlib.sha256()
-    for file in FILES:
+    for file in files:
         total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()[:16]
 
 
-def folder() -> Path:
-    """Return the folder that holds them, made on first use."""
-    target = paths.mounts_dir() / f"lego-{digest()}"
+def mountable(name: str, files: Sequence[Path]) -> Path:
+    """Return the folder NAME-DIGEST that holds copies of `files`, made on first use."""
+    target = paths.mounts_dir() / f"{name}-{digest_of(files)}"
     if target.is_dir():
         return target
     part = Path(tempfile.mkdtemp(prefix="part-", dir=target.parent))
-    for file in FILES:
+    for file in files:
         shutil.copyfile(file, part / file.name)
         (part / file.name).chmod(0o644)
     part.chmod(0o755)
@@ -41,3 +41,14 @@ def folder() -> Path:
         if not target.is_dir():
             raise
     return target
+
+
+@cache
+def digest() -> str:
+    """Digest of the sandbox's own helper programs and its seccomp profile."""
+    return digest_of(FILES)
+
+
+def folder() -> Path:
+    """Return the folder that every container sees at /lego."""
+    return mountable("lego", FILES)

@@ -8,18 +8,15 @@ this process. A failure of our own is tried again, then becomes outcome `grader_
 """
 
 import asyncio
-import hashlib
 import io
 import json
 import logging
 import secrets
-import shutil
 import tarfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from legorl import paths
 from legorl.commands.grade import tidy_tree
 from legorl.commands.grade.verdict import MISSING, Verdict, failed, judge, read_report
 from legorl.sandbox import (
@@ -30,6 +27,7 @@ from legorl.sandbox import (
     Sandbox,
     SandboxError,
     Spec,
+    mountable,
     open_sandbox,
 )
 from legorl.task import Task, pack
@@ -65,22 +63,8 @@ class Job:
 
 
 def programs_dir() -> Path:
-    """Return a folder that sandboxes can mount and that holds the programs that run inside, named by their content."""
-    sources = [Path(__file__).with_name(name) for name in INSIDE]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    folder = paths.mounts_dir() / f"grade-{digest}"
-    if not folder.exists():
-        making = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        making.mkdir()
-        for source in sources:
-            shutil.copyfile(source, making / source.name)
-            (making / source.name).chmod(0o444)
-        making.chmod(0o755)
-        try:
-            making.rename(folder)
-        except OSError:  # another process was quicker
-            shutil.rmtree(making)
-    return folder
+    """Return a folder that sandboxes can mount and that holds the programs that run inside."""
+    return mountable("grade", [Path(__file__).with_name(name) for name in INSIDE])
 
 
 async def grade(job: Job, programs: Path, retries: int) -> Verdict:

@@ -38,13 +38,6 @@ def read_record(out: Path) -> dict[str, Any] | None:
     return json.loads(record.read_text())
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What `new` settings change over `old`, readable; empty if nothing."""
-    new = json.loads(json.dumps(new, default=str))
-    changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
-    return "; ".join(f"{key}: was {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
-
-
 def staging(out: Path) -> OutDir:
     """The folder beside `out` where a checkpoint is written, held by one writer; what a killed one left is harmless."""
     return OutDir(out.parent / f".{out.name}.partial", {})

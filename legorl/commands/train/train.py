@@ -19,7 +19,7 @@ from legorl.commands.train.batch import Batch, ModelFacts, make_batch
 from legorl.commands.train.rows import BatchError, digest_of
 from legorl.commands.train.settings import Settings
 from legorl.commands.train.updates import batch_figures, updates_table
-from legorl.shards import ShardError
+from legorl.shards import check_settings
 
 
 def facts_of(checkpoint: Checkpoint) -> ModelFacts:
@@ -44,8 +44,8 @@ def configuration_of(settings: Settings, checkpoint: Checkpoint, rows: list[dict
 def finished(out: Path, configuration: dict[str, Any]) -> dict[str, Any] | None:
     """The record of the checkpoint at `out` if it is there and was made so; ShardError if it was made otherwise."""
     record = save.read_record(out)
-    if record and (changed := save.differences(record["configuration"], configuration)):
-        raise ShardError(f"{out}: made with other settings ({changed}); use the old ones or give another --out")
+    if record:
+        check_settings(out, record["configuration"], configuration)
     return record
 
 
