@@ -71,7 +71,7 @@ _QUIET = "legorl.quiet"
 
 def say(message: str) -> None:
     """Words go to stderr. Commands use this; the library never does."""
-    if not click.get_current_context(silent=True) or not quiet():
+    if not quiet():
         print(printable(message), file=sys.stderr, flush=True)
 
 
@@ -111,9 +111,7 @@ class _Edge:
             signal.signal(signal.SIGTERM, _raise_terminated)
             code = super().main(*args, **kwargs)  # type: ignore[misc]
             sys.stdout.flush()
-        except click.exceptions.Abort:
-            code = _tell("interrupted", INTERRUPTED)
-        except KeyboardInterrupt:
+        except (click.exceptions.Abort, KeyboardInterrupt):
             code = _tell("interrupted", INTERRUPTED)
         except Terminated:
             code = _tell("terminated", TERMINATED)

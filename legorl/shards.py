@@ -204,6 +204,16 @@ def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         raise ShardError(f"{out}: made with other settings ({shown}); use the old ones or give another --out")
 
 
+def sync_tree(folder: Path) -> None:
+    """Make `folder` and everything in it durable; links are not followed."""
+    for root, _, names in os.walk(folder):
+        for file in (Path(root, name) for name in names):
+            if not file.is_symlink():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        sync_folder(Path(root))
+
+
 class OutDir:
     """An output folder held by one writer (flock) and bound to one configuration.
 

@@ -148,13 +148,7 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
             await ensure_ready(limits)
         with OutDir(out, config):
             if policy and (health.digest, health.version) != (policy.digest, policy.version):
-                say(f"lego-rollout: loading {policy.path} (version {policy.version})")
-                await control.load_weights(policy.path, policy.version)
-                health = await control.health()
-                if health.digest != policy.digest:
-                    raise Failure(
-                        f"lego-serve holds weights {health.digest} after loading {policy.path} ({policy.digest})"
-                    )
+                health = await _load(policy, control)
             meta = {"config": config, "engine": health.engine, "model": health.name}
             store = Store(out, plan, wanted["groups_per_shard"], meta)
             jobs = store.left(tasks)
@@ -175,6 +169,16 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
         count = f"{store.lost} of {len(plan.attempt_ids)} attempts"
         say(f"lego-rollout: {count} were lost to infrastructure; rerun to try them again")
     return LOST if share > wanted["max_lost"] else 0
+
+
+async def _load(policy: Any, control: Any) -> Any:
+    """Have the checkpoint `policy` served; return the server's Health then. Raises Failure if it is not."""
+    say(f"lego-rollout: loading {policy.path} (version {policy.version})")
+    await control.load_weights(policy.path, policy.version)
+    health = await control.health()
+    if health.digest != policy.digest:
+        raise Failure(f"lego-serve holds weights {health.digest} after loading {policy.path} ({policy.digest})")
+    return health
 
 
 class _Progress:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from legorl.shards import sync_folder
+from legorl.shards import sync_folder, sync_tree
 from legorl.task import TASK_FORMAT, TaskError
 
 BATCH = 50
@@ -64,7 +64,7 @@ def write_tasks(drafts: Iterable[Draft], out: Path) -> Iterator[Path]:
         if missing:
             for draft, patch in zip(missing, _solutions(missing), strict=True):
                 _write_task(draft, patch, out / PARTIAL / draft.id)
-                _sync_tree(out / PARTIAL / draft.id)
+                sync_tree(out / PARTIAL / draft.id)
             for draft in missing:
                 (out / PARTIAL / draft.id).rename(out / draft.id)
             sync_folder(out)
@@ -115,9 +115,7 @@ def _solutions(drafts: list[Draft]) -> list[bytes]:
         git = _Git(Path(name) / "git", work)
         for draft in drafts:
             lay_out(draft.repo, work / draft.id)
-        git(
-            "add", "-A", "--force"
-        )  # what the repository holds is tracked; later, its own .gitignore counts, as for agents
+        git("add", "-A", "--force")  # all is tracked at first; later, its own .gitignore counts, as for agents
         base = git("write-tree").decode().strip()
         for draft in drafts:
             try:
@@ -169,15 +167,6 @@ def _write_task(draft: Draft, patch: bytes, folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8", newline="")
     (folder / "solution.patch").write_bytes(patch)
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, names in os.walk(folder):
-        for file in (Path(root) / name for name in names):
-            if not file.is_symlink():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-        sync_folder(Path(root))
 
 
 def _toml(draft: Draft) -> str:

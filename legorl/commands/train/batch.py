@@ -13,7 +13,7 @@ table, under a reason, and in no mean, deviation or denominator.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,14 @@ class Tokens:
     version: np.ndarray  # int32
     lag: np.ndarray  # int32, steps between the weights that sampled it and the loaded ones
     reason: np.ndarray  # object (str): trained, or why not
-    advantage: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    old: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    train: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    ratio: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    weight: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    clipped: np.ndarray = field(default_factory=lambda: np.empty(0, np.int8))
+    advantage: np.ndarray = field(init=False)  # float32
+    old: np.ndarray = field(init=False)  # float32 log-probability, trainer at the step's start
+    train: np.ndarray = field(
+        init=False
+    )  # float32 log-probability, trainer with the weights that the token's minibatch met
+    ratio: np.ndarray = field(init=False)  # float32, policy over old policy
+    weight: np.ndarray = field(init=False)  # float32, importance weight, old policy over sampler
+    clipped: np.ndarray = field(init=False)  # int8
 
     def __post_init__(self) -> None:
         for name in ("advantage", "old", "train", "ratio", "weight"):
@@ -105,8 +107,7 @@ def is_valid(row: dict[str, Any]) -> bool:
 def make_batch(rows: list[dict[str, Any]], facts: ModelFacts, max_lag: int) -> Batch:
     """Make the batch of one step from `rows` (one an attempt). Raises BatchError or CheckError; see the module."""
     pieces = [_tokens_of(number, row, facts, max_lag) for number, row in enumerate(rows)]
-    columns = [f.name for f in fields(Tokens) if f.name in _GIVEN]
-    tokens = Tokens(**{name: np.concatenate([_GIVEN[name], *(piece[name] for piece in pieces)]) for name in columns})
+    tokens = Tokens(**{name: np.concatenate([_GIVEN[name], *(piece[name] for piece in pieces)]) for name in _GIVEN})
     advantages, reasons = _advantages(rows)
     samples: list[Sample] = []
     first = 0

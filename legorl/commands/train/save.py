@@ -11,7 +11,6 @@ a run keep theirs.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from legorl import __version__, schema
 from legorl.checkpoint import RECORD, Checkpoint, ModelError
-from legorl.shards import OutDir, ShardError, make_meta, sync_folder, write_shard
+from legorl.shards import OutDir, ShardError, make_meta, sync_folder, sync_tree, write_shard
 
 CHECKPOINT_FORMAT = "checkpoint/1"
 OPTIMIZER = "optimizer"
@@ -81,23 +80,13 @@ def write_checkpoint(
         **record,
     }
     (made / RECORD).write_text(json.dumps(whole, indent=1, default=str) + "\n")
-    _sync(made)
+    for path in made.rglob("*"):  # safetensors writes 0600
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    sync_tree(made)
     made.rename(out)
     sync_folder(out.parent)
     shutil.rmtree(stage.path, ignore_errors=True)
     return whole
-
-
-def _sync(folder: Path) -> None:
-    """Make all of `folder` durable, and readable like any other file: safetensors writes 0600."""
-    for path in folder.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    sync_folder(folder)
 
 
 def optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from legorl import schema
-from legorl.commands.train.batch import Batch
+from legorl.commands.train.batch import Batch, is_valid
 
 
 def updates_table(batch: Batch, step: int, digest_in: str, digest_out: str | None) -> Any:
@@ -60,7 +60,7 @@ def turns_table(batch: Batch) -> Any:
 def batch_figures(batch: Batch) -> dict[str, float]:
     """Counts and means of the batch after its step. A mean of nothing is absent."""
     tokens, rows = batch.tokens, batch.rows
-    valid = [row for row in rows if row["blame"] == "model" and row["reward"] is not None]
+    valid = [row for row in rows if is_valid(row)]
     figures = {
         "attempts": float(len(rows)),
         "attempts/valid": float(len(valid)),
