@@ -5,7 +5,10 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import anthropic
 import httpx
+import httpx2  # what the anthropic package speaks HTTP with
+import openai
 import pytest
 
 from legorl.checkpoint import open_checkpoint
@@ -26,6 +29,14 @@ class Running:
         return httpx.AsyncClient(
             transport=transport, base_url="http://model", headers={"authorization": f"Bearer {key}"}, timeout=60
         )
+
+    def openai(self, key: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(api_key=key, base_url="http://model/v1", http_client=self.harness(key), max_retries=0)
+
+    def anthropic(self, key: str) -> anthropic.AsyncAnthropic:
+        transport = httpx2.AsyncHTTPTransport(uds=f"{self.server.llm_dir}/llm.sock")
+        http = httpx2.AsyncClient(transport=transport, timeout=60)
+        return anthropic.AsyncAnthropic(api_key=key, base_url="http://model", http_client=http, max_retries=0)
 
 
 @pytest.fixture
