@@ -142,6 +142,21 @@ def test_rewarded_tokens_become_likelier_and_others_less(world):
     assert gain[batch.tokens.attempt == 0].mean() > 0.1 and gain[batch.tokens.attempt == 1].mean() < -0.1
 
 
+def test_the_gradient_is_held_and_weights_decay_beside_it(world):
+    import torch
+
+    def norm(tensors):
+        return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
+
+    one = trainer(world, Settings(lr=1e-4, grad_clip=1e-3, weight_decay=1000.0))
+    held = []
+    one.optimizer.register_step_pre_hook(lambda *_: held.append(norm([p.grad for p in one.model.parameters()])))
+    before = norm([p.detach() for p in one.model.parameters()])
+    figures = one.run(make_batch(world.group([1.0, 0.0]), facts_of(world.checkpoint), 4), lambda: None)
+    assert held == [pytest.approx(1e-3, rel=1e-2)] and figures["grad_norm"] > 1e-2  # told as it was
+    assert norm([p.detach() for p in one.model.parameters()]) / before == pytest.approx(0.9, rel=1e-2)  # 1 - lr * decay
+
+
 def test_later_minibatches_are_measured_against_the_steps_start(world):
     rows = [world.row(f"task-{k}", n, float(n)) for k in range(2) for n in range(2)]
     batch = make_batch(rows, facts_of(world.checkpoint), 4)
