@@ -10,6 +10,7 @@ can tell a finished round from a cut one.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -217,7 +218,8 @@ def sync_tree(folder: Path) -> None:
 class OutDir:
     """An output folder held by one writer (flock) and bound to one configuration.
 
-    Raises ShardError if another process holds it (naming it), or if it was made with other settings (naming them).
+    Raises ShardError if another process holds it (naming it), if it was made with other settings (naming them), or
+    if the disk fills up while it is open: what libraries then say names neither the folder nor what to do.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]):
@@ -255,10 +257,12 @@ class OutDir:
         with atomic(record) as temporary:
             temporary.write_text(json.dumps(self._config, indent=1, default=str))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._lock.seek(0)
         self._lock.truncate()
         self._lock.close()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ShardError(f"{self.path}: the disk is full; make room and run again, it continues") from error
 
 
 class Tally:

@@ -26,7 +26,7 @@ from legorl.task import load_task
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / "bin"
-PATIENCE_S = 300.0  # nothing here takes so long; it ends a test that hangs
+PATIENCE_S = 500.0  # nothing here takes so long; it ends a test that hangs
 
 # A harness of the standard library alone: it runs what the model says until the model says DONE.
 LOOP = """
@@ -85,7 +85,11 @@ class Run:
     def do(self, *argv: Any, **kwargs: Any) -> "subprocess.CompletedProcess[str]":
         """Run a command to its end."""
         with self.start(*argv, **kwargs) as process:
-            out, err = process.communicate(timeout=PATIENCE_S)
+            try:
+                out, err = process.communicate(timeout=PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self.end()
+                raise
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def processes(self, name: str = "") -> list[int]:

@@ -50,9 +50,29 @@ def write_checkpoint(
 
     `save` writes weights and configuration into the folder it is given; None keeps the parent's files as they are, so
     that unchanged weights keep their digest. `tables` makes the updates and metrics once the new digest is known.
+    Raises ShardError where safetensors cannot write; whatever is raised, nothing of the checkpoint stays.
     """
+    from safetensors import SafetensorError
+
     made = stage.path / "checkpoint"
     shutil.rmtree(made, ignore_errors=True)
+    try:
+        whole = _fill(made, parent, save, optimizer, tables, record)
+    except SafetensorError as error:
+        raise ShardError(f"{out}: its weights cannot be written ({error})") from error
+    else:
+        made.rename(out)
+        sync_folder(out.parent)
+        return whole
+    finally:  # of a disk that filled up as well
+        shutil.rmtree(stage.path, ignore_errors=True)
+
+
+def _fill(
+    made: Path, parent: Checkpoint, save: Callable[[Path], object] | None, optimizer: dict[str, Any],
+    tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Write everything of a checkpoint into the folder `made` and make it durable; return its record."""
     model = made / "model"
     model.mkdir(parents=True)
     for file in sorted(parent.folder.iterdir()):
@@ -83,9 +103,6 @@ def write_checkpoint(
     for path in made.rglob("*"):  # safetensors writes 0600
         path.chmod(0o755 if path.is_dir() else 0o644)
     sync_tree(made)
-    made.rename(out)
-    sync_folder(out.parent)
-    shutil.rmtree(stage.path, ignore_errors=True)
     return whole
 
 
