@@ -5,13 +5,27 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from legorl import metrics
 from legorl.commands.inspect import load, show, summary, table
-from legorl.options import CHECK, FAILED, USAGE, Failure, command, each_path, emit, json_option, paths_argument, say
+from legorl.options import (
+    CHECK,
+    FAILED,
+    USAGE,
+    Failure,
+    command,
+    each_path,
+    emit,
+    json_option,
+    option,
+    paths_argument,
+    quiet,
+    say,
+)  # fmt: skip
 
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header.")
 
@@ -26,10 +40,12 @@ def main() -> None:
       lego-inspect show --best runs/demo
       lego-inspect sql "select outcome, count(*) from trajectories group by all" runs/demo
       lego-inspect align runs/demo/step-0000/checkpoint
+      lego-inspect verify runs/demo/step-0001/rollout
       find runs -name '*.parquet' | lego-inspect summary -
 
     PATHs are files or folders; a folder stands for every shard at any depth below it. `-`, or no PATH, reads paths from
-    stdin, one a line. All commands see one row an attempt: the latest try, graded over ungraded, newest grade first.
+    stdin, one a line. All commands but verify see one row an attempt: the latest try, graded over ungraded, newest
+    grade first.
     """
 
 
@@ -228,10 +244,76 @@ behaviour_command = _metric_command(
 )
 
 
-def _open(paths: tuple[str, ...]) -> tuple[Any, load.Files]:
+@command("verify")
+@option("--model", "models", multiple=True, type=click.Path(path_type=Path), metavar="DIR",
+        help="Weights that sampled the tokens, if not where they were; give it once for each version.")  # fmt: skip
+@option("--min-pearson", type=float, default=0.9999, help="Least correlation of probabilities, in every slice.")
+@option("--max-mean", type=float, default=1e-4, help="Largest mean of |Δ log p|, in every slice.")
+@option("--max-diff", type=float, default=1e-3, help="Largest |Δ log p| of any token.")
+@click.option("--turns", is_flag=True, help="Print a line a turn as well.")
+@json_option
+@paths_argument
+def verify_command(
+    paths: tuple[str, ...], models: tuple[Path, ...], turns: bool, as_json: bool, **limits: float
+) -> None:
+    """Feed each recorded prompt and completion to the model that sampled it, and print whether it says the same.
+
+    \b
+    Examples:
+      lego-inspect verify runs/demo/step-0001/rollout
+      lego-inspect verify --turns --json shard.parquet --model SmolLM2-135M-Instruct | jq .
+      lego-inspect verify runs/demo --model base --model runs/demo/step-0001/checkpoint
+
+    tokens = compared + not_comparable + unverified: not_comparable are sampled from a restricted support, unverified
+    are damaged, or of weights that are neither given nor where they were, by digest. routing is the share of input
+    positions with recorded experts (- for a dense model). Rows are read as they stand. Exit code 4, with a line for
+    each fault: a limit is exceeded, a token is unverified, a tree is invalid, something is recorded twice, or sums
+    differ. The limits fit weights sampled in float32.
+    """
+    from legorl.commands.inspect import verify
+
+    files = _find(paths)
+    if not files.trajectories:
+        raise Failure("no trajectory shard in these paths; give shards of lego-rollout or lego-grade")
+    bars: list[Any] = []
+
+    def progress(total: int) -> Callable[[int], object]:
+        from tqdm import tqdm
+
+        hidden = quiet() or not sys.stderr.isatty()
+        bars.append(tqdm(total=total, unit="tok", file=sys.stderr, disable=hidden, leave=False))
+        return bars[0].update
+
+    try:
+        report = verify.verify(files.trajectories, models, verify.Limits(**limits), say, progress)
+    finally:
+        for bar in bars:
+            bar.close()
+    if report.copies:
+        say(f"{report.copies} rows are graded copies of others, with the same tokens; compared once")
+    slices = report.slices()
+    if turns:
+        rows = [[name, None, None, *values] for name, *values in slices]
+        rows += [["turn", *values] for values in report.turn_slices()]
+        _print(["slice", "attempt_id", "turn", *verify.FIGURES], rows, as_json)
+    else:
+        _print(["slice", *verify.FIGURES], slices, as_json)
+    for fault in report.faults:
+        told = {"attempt_id": fault.attempt_id, "turn": fault.turn, "fault": fault.text}
+        emit(table.to_json(told) if as_json else f"fault: {table.cell(fault.line)}")
+    if report.faults:
+        raise Failure(f"{len(report.faults)} faults; first: {report.faults[0].line}", CHECK)
+
+
+def _find(paths: tuple[str, ...]) -> load.Files:
     files = load.find(each_path(paths))
     if files.foreign:
         say(f"passed by {len(files.foreign)} Parquet files that are not legorl's; first: {files.foreign[0]}")
+    return files
+
+
+def _open(paths: tuple[str, ...]) -> tuple[Any, load.Files]:
+    files = _find(paths)
     connection = metrics.connect(load.best_rows(files.trajectories), load.rows(files.updates), load.rows(files.metrics))
     return connection, files
 
@@ -247,5 +329,7 @@ def _print(columns: Sequence[str], rows: Iterable[Sequence[Any]], as_json: bool 
         emit(line)
 
 
-for _one in (summary_command, sql_command, show_command, schema_command, align_command, behaviour_command):
+for _one in (
+    summary_command, sql_command, show_command, schema_command, verify_command, align_command, behaviour_command,
+):  # fmt: skip
     main.add_command(_one)

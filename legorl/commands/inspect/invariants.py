@@ -1,0 +1,121 @@
+"""What must hold of one recorded attempt by itself, without a model.
+
+    broken = shape_faults(row)       # its tokens cannot be put in order: not to be fed to a model
+    wrong = record_faults(row)       # in order, but not a true record: something counted twice, sums that differ
+
+Both return (turn or None, what is wrong). A row is a dictionary with the columns COLUMNS, its turns with TURN_COLUMNS.
+"""
+
+import re
+from typing import Any
+
+from legorl import tree
+from legorl.rows import TOKEN_FIELDS
+
+COLUMNS = ("attempt_id", "try", "weights", "budgets", "graded_at", "grader")
+TURN_COLUMNS = (
+    *TOKEN_FIELDS, "cause", "routing", "request_id", "request_digest", "delivered", "finish_reason", "started_at",
+    "drops",
+)  # fmt: skip
+ITEM_SIZE = {"uint8": 1, "uint16": 2}
+
+Found = list[tuple[int | None, str]]
+
+
+def shape_faults(row: dict[str, Any]) -> Found:
+    """Nulls among the tokens, an invalid tree (legorl.tree.check), versions that are not told of every token."""
+    turns = row["turns"]
+    for number, turn in enumerate(turns):
+        if nulls := [name for name in TOKEN_FIELDS if turn[name] is None]:
+            return [(number, f"{', '.join(nulls)} is null")]
+    try:
+        tree.check(turns)
+    except tree.TreeError as error:
+        found = re.fullmatch(r"turn (\d+): (.*)", str(error))
+        return [(int(found[1]), found[2]) if found else (None, str(error))]
+    faults: Found = []
+    for number, turn in enumerate(turns):
+        starts = [0]
+        for span in turn["versions"]:
+            starts.append(starts[-1] + span["length"])
+        if [span["start"] for span in turn["versions"]] != starts[:-1]:
+            faults.append((number, "its version spans do not follow one another"))
+        if turn["completion_ids"] and not turn["prefix_len"] + len(turn["context_ids"]):
+            faults.append((number, "sampled from an empty prompt"))
+    return faults
+
+
+def record_faults(row: dict[str, Any]) -> Found:
+    """Turns that stand twice, causes and routing that contradict the tree, sums that differ from those in `budgets`."""
+    turns = row["turns"]
+    faults = _repeated(turns)
+    path_lens: list[int] = []
+    for number, turn in enumerate(turns):
+        sampled, context = len(turn["completion_ids"] or []), len(turn["context_ids"] or [])
+        path_lens.append((turn["prefix_len"] or 0) + context + sampled)
+        if (turn["cause"] == "root" and turn["parent"] != tree.ROOT) or (
+            turn["cause"] == "extend"
+            and not (0 <= turn["parent"] < number and turn["prefix_len"] == path_lens[turn["parent"]])
+        ):
+            faults.append(
+                (
+                    number,
+                    f"its cause is {turn['cause']}, but it has {turn['prefix_len']} tokens of turn {turn['parent']}",
+                )
+            )
+        if turn["routing"] is not None and (fault := _routing_fault(turn["routing"], routing_rows(turn))):
+            faults.append((number, fault))
+    held = {"turns": len(turns), "tokens": sum(len(turn["completion_ids"] or []) for turn in turns)}
+    for name, count in held.items():
+        used = ((row["budgets"] or {}).get(name) or {}).get("used")
+        if used is not None and used != count:
+            faults.append((None, f"{used:g} {name} were counted when it was rolled out, and {count} are recorded"))
+    return faults
+
+
+def _repeated(turns: list[dict[str, Any]]) -> Found:
+    """A request that stands twice, an undelivered answer that was sampled again, a turn that is a copy of another.
+
+    An answer that was not delivered is sent again and not sampled again (unless it failed), so no later turn can have
+    the same request. Equal prompts with equal answers are possible (`resample`), but not begun at one instant.
+    """
+    faults: Found = []
+    by_id: dict[str, int] = {}
+    undelivered: dict[str, int] = {}
+    by_answer: dict[tuple, int] = {}
+    for number, turn in enumerate(turns):
+        if turn["request_id"] is not None:
+            first = by_id.setdefault(turn["request_id"], number)
+            if first != number:
+                faults.append((number, f"the request of turn {first} once more: a retry counted twice"))
+                continue
+        if (digest := turn["request_digest"]) is not None:
+            if digest in undelivered:
+                text = f"sampled again, though the answer of turn {undelivered[digest]} had not been delivered"
+                faults.append((number, text))
+            elif turn["delivered"] is False and turn["finish_reason"] not in ("error", "abort"):
+                undelivered[digest] = number
+        if turn["completion_ids"] and turn["started_at"] is not None:
+            answer = (turn["started_at"], tuple(turn["completion_ids"]), tuple(turn["logprobs"] or []))
+            first = by_answer.setdefault(answer, number)
+            if first != number:
+                faults.append((number, f"a copy of turn {first}"))
+    return faults
+
+
+def routing_rows(turn: dict[str, Any]) -> int:
+    """Rows that a routing record of `turn` has: the last shared token, the context, all sampled tokens but the last."""
+    sampled = len(turn["completion_ids"] or [])
+    return int(turn["prefix_len"] > 0) + len(turn["context_ids"]) + max(0, sampled - 1)
+
+
+def _routing_fault(routing: dict[str, Any], rows: int) -> str | None:
+    if routing["rows"] != rows:
+        return f"{routing['rows']} rows of routing for {rows} input positions"
+    size = ITEM_SIZE.get(routing["dtype"])
+    if not size:
+        return f"routing of dtype {routing['dtype']!r}; known: {', '.join(ITEM_SIZE)}"
+    wanted = rows * (routing["layers"] or 0) * (routing["topk"] or 0) * size
+    if not wanted or len(routing["data"] or b"") != wanted or len(routing["valid"] or b"") != rows:
+        return "its routing record is not rows x layers x topk experts and a validity byte a row"
+    return None
