@@ -514,7 +514,7 @@ def test_terminated_it_leaves_no_container_and_a_rerun_continues(tmp_path: Path,
     folder = tmp_path / "t"
     paths = [task(folder, "make", "make it"), task(folder, "slow", "slow it")]
     argv = [BIN / "lego-rollout", *paths, "--out", tmp_path / "out", "--harness", loop_harness(tmp_path)]
-    argv += ["-n", "1", "--serve", lego_serve, "--run", "stop", "--time-limit", "30"]
+    argv += ["-n", "1", "--serve", lego_serve, "--run", "stop", "--time-limit", "15"]
     process = subprocess.Popen(list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     first = process.stdout.readline().strip()  # the quick group; the slow one is still running
