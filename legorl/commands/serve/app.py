@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from legorl.commands.serve import chat, messages_api, responses_api
 from legorl.commands.serve.delivery import Failure, failure_of
-from legorl.commands.serve.messages import BadRequest
+from legorl.commands.serve.messages import BadRequest, mend
 from legorl.commands.serve.server import Server
 from legorl.commands.serve.session import Request, Session, Turn, reject_unanswerable
 
@@ -152,9 +152,8 @@ async def _json(request: HttpRequest) -> dict[str, Any]:
     try:
         body = json.loads(data)
         if b"\\ud" in data or b"\\uD" in data:
-            # JavaScript cuts strings within a character: half of a surrogate pair becomes U+FFFD, as it does there.
-            whole = json.dumps(body, ensure_ascii=False)
-            body = json.loads(whole.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+            # JavaScript programs cut strings within a character.
+            body = json.loads(mend(json.dumps(body, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

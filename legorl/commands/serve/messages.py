@@ -45,6 +45,11 @@ def text_of(content: Any) -> str:
     return "\n".join(p for p in parts if p)
 
 
+def mend(text: str) -> str:
+    """Put U+FFFD in place of half a surrogate pair: JSON can say it ("\\ud83d"), UTF-8 cannot hold it."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def digest(*parts: Any) -> str:
     """Digest of JSON-able values, independent of key order."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

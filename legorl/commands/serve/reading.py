@@ -9,6 +9,8 @@ from typing import Any
 from legorl.commands.serve.messages import BadRequest, Message
 
 Tool = dict[str, Any]
+DEEPEST = 64  # levels of a schema or an option; what is read must be certain to be written again
+MOST_STOPS = 64
 
 
 def conversation(messages: list[Message]) -> list[Message]:
@@ -62,6 +64,8 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     value = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(s, str) and s for s in value):
         raise BadRequest(f"'{name}' must be a string or a list of strings, none of them empty")
+    if len(value) > MOST_STOPS:
+        raise BadRequest(f"'{name}' must hold at most {MOST_STOPS} strings")
     return tuple(value)
 
 
@@ -81,6 +85,7 @@ def function(name: Any, description: Any, parameters: Any, where: str) -> Tool:
         raise BadRequest(f"{where}: a tool's description must be a string")
     if parameters is not None and not isinstance(parameters, dict):
         raise BadRequest(f"{where}: a tool's schema must be an object")
+    _bound(parameters, f"{where}: a tool's schema")
     shaped = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {k: v for k, v in shaped.items() if v is not None}}
 
@@ -105,4 +110,17 @@ def chosen(tools: list[Tool], choice: Any, names: list[Any] | None = None) -> li
 def asked_for(body: dict[str, Any], fields: tuple[str, ...], skipped: list[str]) -> dict[str, Any]:
     """Return the fields that are recorded as what the harness asked for, and the tools that are not offered."""
     wanted = {name: body[name] for name in fields if body.get(name) is not None}
+    for name, value in wanted.items():
+        _bound(value, f"'{name}'")
     return {**wanted, "skipped_tools": skipped} if skipped else wanted
+
+
+def _bound(value: Any, what: str) -> None:
+    """Raise BadRequest if `value` is nested more than DEEPEST levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
+        level = [v for values in inner for v in values]
+        if not level:
+            return
+    raise BadRequest(f"{what} is nested too deeply")

@@ -18,7 +18,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from legorl.commands.serve.messages import Message, arguments_key
+from legorl.commands.serve.messages import Message, arguments_key, mend
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
@@ -104,12 +104,12 @@ def _read(body: str, schemas: dict[str, dict[str, Any]]) -> ToolCall:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return ToolCall(ident, "", body, False)
     if not isinstance(name, str) or name not in schemas or not isinstance(arguments, dict):
-        return ToolCall(ident, str(name), json.dumps(arguments, ensure_ascii=False), False)
+        return ToolCall(ident, mend(str(name)), mend(json.dumps(arguments, ensure_ascii=False)), False)
     try:
         typed = json.dumps(coerce(arguments, schemas[name]), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # Infinity and NaN are no JSON
         return ToolCall(ident, name, body, False)
-    return ToolCall(ident, name, typed, True)
+    return ToolCall(ident, name, mend(typed), True)
 
 
 def coerce(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

@@ -499,6 +499,35 @@ def test_half_a_character_from_javascript_does_not_break_the_conversation(run_se
     assert json.loads(turn["messages"])[0]["content"] == "cut \ufffd here, whole \U0001f600"
 
 
+def test_half_a_character_from_the_model_does_not_lose_the_record(run_server):
+    body = r"""<tool_call>{"name": "%s", "arguments": {"command": "a \ud83d b", "timeout": %s}}</tool_call>"""
+
+    async def steps(running, session):
+        for text in "12":
+            message = {"role": "user", "content": text}
+            await claude(running.anthropic(session.key), [message], tools=CLAUDE_TOOLS)
+
+    turns = run(capture(run_server, steps, body % ("bash", "5"), body % (r"\ude00", r'"\ud83d"')))
+    calls = [c for t in turns for c in t["tool_calls"]]
+    assert [c["valid"] for c in calls] == [True, False] and calls[1]["name"] == "\ufffd"
+    assert json.loads(calls[0]["arguments"])["command"] == "a \ufffd b"
+
+
+def test_what_is_nested_deeply_is_refused_before_it_is_recorded(run_server):
+    async def steps(running, session):
+        async with running.harness(session.key) as http:
+            for depth, status in ((40, 200), (80, 400), (900, 400)):
+                nested = "[" * depth + "]" * depth
+                for field in (
+                    f'"thinking": {nested}',
+                    f'"tools": [{{"name": "x", "input_schema": {{"a": {nested}}}}}]',
+                ):
+                    body = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
+                    assert (await http.post("/v1/messages", content=body)).status_code == status, (depth, field[:20])
+
+    assert len(run(capture(run_server, steps, "ok"))) == 2
+
+
 def test_a_waiting_stream_is_kept_alive(run_server, monkeypatch):
     from legorl.commands.serve import delivery
 
