@@ -36,7 +36,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 class Limits:
     """What must hold. `max_diff` holds for every token: among a million, one wrong token moves no mean.
 
-    Measured with the sampler in float32: the mean differs by 7e-6, the largest by 6e-5.
+    Measured with a sampler in float32: a mean of 5e-6, a p99 of 5e-5 and at most 1.1e-4 over 3549 tokens.
     """
 
     min_pearson: float = 0.9999
