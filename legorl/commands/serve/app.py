@@ -22,7 +22,8 @@ from legorl.commands.serve import chat, messages_api, responses_api
 from legorl.commands.serve.delivery import Failure, failure_of
 from legorl.commands.serve.messages import BadRequest, mend
 from legorl.commands.serve.server import Server
-from legorl.commands.serve.session import Request, Session, Turn, reject_unanswerable
+from legorl.commands.serve.session import Session
+from legorl.commands.serve.turn import Request, Turn, reject_unanswerable
 
 MAX_BODY = 32 << 20  # bytes
 NO_BUFFER = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -59,7 +60,15 @@ def harness_app(server: Server) -> Starlette:
             session_of(request)
         except _UnknownKey as error:
             return _failed(error, _wire(request))
-        return JSONResponse(_models(server.name, server.started))
+        item = _model(server.name, server.started)
+        wanted = request.path_params.get("model")
+        if wanted is None:
+            page = {"has_more": False, "first_id": server.name, "last_id": server.name}
+            return JSONResponse({"object": "list", "data": [item], **page})
+        if wanted != server.name:
+            failure = Failure(404, "route", f"no model {wanted!r}; this is {server.name!r}", "model_not_found")
+            return JSONResponse(_wire(request).error(failure), 404)
+        return JSONResponse(item)
 
     def answers(wire: Wire) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(request: HttpRequest) -> Response:
@@ -95,6 +104,7 @@ def harness_app(server: Server) -> Starlette:
     for prefix in ("", "/k/{key}"):
         routes += [
             Route(prefix + "/v1/models", models, methods=["GET"]),
+            Route(prefix + "/v1/models/{model:path}", models, methods=["GET"]),
             Route(prefix + "/v1/chat/completions", answers(chat), methods=["POST"]),
             Route(prefix + "/v1/responses", answers(responses_api), methods=["POST"]),
             Route(prefix + "/v1/messages", answers(messages_api), methods=["POST"]),
@@ -161,12 +171,11 @@ async def _json(request: HttpRequest) -> dict[str, Any]:
     return body
 
 
-def _models(name: str, started: float) -> dict[str, Any]:
+def _model(name: str, started: float) -> dict[str, Any]:
     """The one model, as both families of clients read it."""
     since = datetime.fromtimestamp(int(started), UTC).isoformat().replace("+00:00", "Z")
     openai = {"id": name, "object": "model", "created": int(started), "owned_by": "legorl"}
-    item = {**openai, "type": "model", "display_name": name, "created_at": since, "lifecycle": "active"}
-    return {"object": "list", "data": [item], "has_more": False, "first_id": name, "last_id": name}
+    return {**openai, "type": "model", "display_name": name, "created_at": since, "lifecycle": "active"}
 
 
 def _wire(request: HttpRequest) -> Wire:

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from legorl.commands.serve import delivery, reading
 from legorl.commands.serve.delivery import Failure, sse
 from legorl.commands.serve.messages import BadRequest, Message, text_of
-from legorl.commands.serve.session import Request, Turn
+from legorl.commands.serve.turn import Request, Turn
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "frequency_penalty",

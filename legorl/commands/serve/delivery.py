@@ -14,7 +14,8 @@ from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.detokenize import overlap
 from legorl.commands.serve.engine import ContextOverflow, EngineError
 from legorl.commands.serve.messages import BadRequest
-from legorl.commands.serve.session import BudgetSpent, SessionClosed, Turn
+from legorl.commands.serve.session import BudgetSpent, SessionClosed
+from legorl.commands.serve.turn import Turn
 
 BEAT_S = 10.0
 REASONING, TEXT, BEAT = "reasoning", "text", "beat"

@@ -26,7 +26,7 @@ from anthropic.types import (
 from legorl.commands.serve import delivery, reading
 from legorl.commands.serve.delivery import Failure, sse
 from legorl.commands.serve.messages import BadRequest, Message, text_of
-from legorl.commands.serve.session import Request, Turn
+from legorl.commands.serve.turn import Request, Turn
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "tool_choice", "thinking", "output_config",

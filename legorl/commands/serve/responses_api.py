@@ -17,7 +17,7 @@ from legorl.commands.serve import delivery, reading
 from legorl.commands.serve.chat import error as error  # one shape on all of OpenAI's routes
 from legorl.commands.serve.delivery import sse
 from legorl.commands.serve.messages import BadRequest, Message, text_of
-from legorl.commands.serve.session import Request, Turn
+from legorl.commands.serve.turn import Request, Turn
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "max_output_tokens", "max_tool_calls", "tool_choice", "parallel_tool_calls", "reasoning",

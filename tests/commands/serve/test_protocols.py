@@ -456,6 +456,9 @@ def test_the_official_clients_know_these_errors(run_server):
                 (model,) = [m async for m in await ours.models.list()]
                 (same,) = [m async for m in theirs.models.list()]
                 assert model.id == same.id == running.server.name
+                assert await ours.models.retrieve(model.id) == model and await theirs.models.retrieve(model.id) == same
+                with pytest.raises(openai.NotFoundError):
+                    await ours.models.retrieve("another")
             with pytest.raises(anthropic.AuthenticationError):
                 await claude(running.anthropic("wrong"), [USER])
             with pytest.raises(openai.AuthenticationError):

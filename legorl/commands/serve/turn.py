@@ -1,0 +1,145 @@
+"""One LLM call as every protocol sees it: the request it answers, what is being sampled, and who waits for it."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from legorl import tree
+from legorl.commands.serve import tools as toolformat
+from legorl.commands.serve.engine import Sampling
+from legorl.commands.serve.messages import BadRequest, Message
+
+
+@dataclass(frozen=True)
+class Request:
+    """One model request, whatever protocol it came in by."""
+
+    protocol: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    requested: dict[str, Any]  # sampling as the harness asked
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    streamed: bool = False
+    retry: bool = False  # the client says that it sends this request again
+    user_agent: str = ""
+    include_usage: bool = False  # chat: a last chunk of the stream tells the usage
+
+
+@dataclass
+class Turn:
+    """One LLM call: its place in the tree, what is being sampled, and who waits for it."""
+
+    node: tree.Node
+    cause: str
+    request: Request
+    digest: str
+    sampling: Sampling
+    new_messages: list[Message]
+    tools_changed: bool
+    foreign: bool
+    thinking: toolformat.Thinking | None = None  # how the model marks its reasoning
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[dict[str, int]] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    support: str = ""
+    finish: str | None = None
+    stopped: str | None = None  # the stop string that ended it
+    error: Exception | None = None
+    delivered: bool = False
+    closed_itself: bool = False  # its last sampled token is the template's end token
+    calls: list[toolformat.ToolCall] = field(default_factory=list)
+    answer: Message | None = None
+    queue_s: float = 0.0
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    cached_tokens: int | None = None
+    drops: list[dict[str, Any]] = field(default_factory=list)
+    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    async def follow(self, beat_s: float | None = None) -> AsyncIterator[str]:
+        """Yield the answer's text as it is sampled, from its beginning; "" if nothing came for `beat_s` seconds.
+
+        Raises what ended the turn badly.
+        """
+        sent = 0
+        while True:
+            idle = False
+            async with self.moved:
+                try:
+                    async with asyncio.timeout(beat_s):
+                        while not (len(self.pieces) > sent or self.done):
+                            await self.moved.wait()
+                except TimeoutError:
+                    idle = True
+            if idle:
+                yield ""
+            while sent < len(self.pieces):
+                yield self.pieces[sent]
+                sent += 1
+            if self.done:
+                if self.error:
+                    raise self.error
+                return
+
+
+def row(turn: Turn) -> dict[str, Any]:
+    """The turn as a row of schema.TURN."""
+    request = turn.request
+    return {
+        "index": turn.node.index,
+        "parent": turn.node.parent,
+        "prefix_len": turn.node.prefix_len,
+        "cause": turn.cause,
+        "context_ids": turn.node.context_ids,
+        "completion_ids": turn.ids,
+        "logprobs": turn.logprobs,
+        "temperature": turn.sampling.temperature,
+        "support": turn.support or turn.sampling.support,
+        "versions": turn.versions,
+        "routing": None,
+        "request_id": turn.id,
+        "request_digest": turn.digest,
+        "protocol": request.protocol,
+        "streamed": request.streamed,
+        "delivered": turn.delivered,
+        "requested": json.dumps(request.requested, sort_keys=True),
+        "applied": json.dumps(vars(turn.sampling), default=list, sort_keys=True),
+        "finish_reason": turn.finish or "error",
+        "stop_token_sampled": turn.closed_itself,
+        "tool_calls": [vars(c) for c in turn.calls],
+        "text": turn.text,
+        "reasoning": (turn.answer or {}).get("reasoning") or None,
+        "messages": json.dumps(turn.new_messages, ensure_ascii=False),
+        "tools": json.dumps(request.tools, ensure_ascii=False) if turn.tools_changed else None,
+        "started_at": turn.started_at,
+        "queue_s": turn.queue_s,
+        "prefill_s": turn.prefill_s,
+        "decode_s": turn.decode_s,
+        "cached_tokens": turn.cached_tokens,
+        "foreign": turn.foreign,
+        "drops": turn.drops,
+    }
+
+
+def reject_unanswerable(request: Request) -> None:
+    """Raise BadRequest for a conversation that no model could answer."""
+    if not request.messages:
+        raise BadRequest("messages must not be empty")
+    if request.messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message must not be the assistant's: continuing a given answer is not supported")
