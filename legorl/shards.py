@@ -82,7 +82,7 @@ class Shard:
         import pyarrow.parquet as pq
 
         try:
-            return pq.read_table(self.path, columns=columns, partitioning=None)
+            return pq.read_table(self.path, columns=columns, partitioning=None, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
             raise ShardError(f"{self.path}: cannot be read ({_first_line(error)}); make it again") from error
 
@@ -165,7 +165,7 @@ def write_shard(path: Path, rows: list[dict[str, Any]] | Any, meta: dict[str, An
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=arrow_schema)
     table = table.cast(arrow_schema).replace_schema_metadata({b"legorl": json.dumps(meta, default=str).encode()})
     with atomic(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", compression_level=3)
+        pq.write_table(table, temporary, compression="zstd", compression_level=3, write_page_checksum=True)
     return path
 
 

@@ -113,6 +113,15 @@ def test_rows_of_a_file_that_broke_behind_its_footer_are_refused(tmp_path):
         shards.open_shard(path).table()
 
 
+def test_a_changed_byte_does_not_go_unseen(tmp_path):
+    path = shard(tmp_path / "a.parquet", [trajectory(patch=os.urandom(50_000))])
+    whole = path.read_bytes()
+    place = len(whole) // 2  # within bytes that zstd could not make shorter: they decompress, whatever they are
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(ShardError, match="cannot be read"):
+        shards.open_shard(path).rows()
+
+
 def test_a_folder_stands_for_its_shards_in_order_and_not_for_hidden_files(tmp_path):
     for name in ("b", "a", ".hidden"):
         shard(tmp_path / f"{name}.parquet", group([1.0]))

@@ -76,8 +76,11 @@ def rows(found: list[Shard]) -> Any:
 
     if not found:
         return None
+    checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
     return dataset.dataset(
-        [str(shard.path) for shard in found], format="parquet", schema=schema.SCHEMAS[found[0].meta["format"]]
+        [str(shard.path) for shard in found],
+        format=dataset.ParquetFileFormat(default_fragment_scan_options=checked),
+        schema=schema.SCHEMAS[found[0].meta["format"]],
     )
 
 
