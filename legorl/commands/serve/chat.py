@@ -174,5 +174,7 @@ async def stream(turn: Turn, asked: Request, model: str) -> AsyncIterator[bytes]
 
 def error(failure: Failure) -> dict[str, Any]:
     """An error body of this protocol, which is that of every OpenAI route."""
-    kind = {"key": "authentication_error", "engine": "server_error"}.get(failure.kind, "invalid_request_error")
+    kind = {"key": "authentication_error", "engine": "server_error", "busy": "rate_limit_error"}.get(
+        failure.kind, "invalid_request_error"
+    )
     return {"error": {"message": failure.message, "type": kind, "param": None, "code": failure.code}}

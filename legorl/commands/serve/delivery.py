@@ -14,7 +14,7 @@ from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.detokenize import overlap
 from legorl.commands.serve.engine import ContextOverflow, EngineError
 from legorl.commands.serve.messages import BadRequest
-from legorl.commands.serve.session import BudgetSpent, SessionClosed
+from legorl.commands.serve.session import BudgetSpent, SessionClosed, TooManyAtOnce
 from legorl.commands.serve.turn import Turn
 
 BEAT_S = 10.0
@@ -23,9 +23,9 @@ REASONING, TEXT, BEAT = "reasoning", "text", "beat"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request got no answer. `kind`: request, large, long, budget, key, route or engine.
+    """Why a request got no answer. `kind`: request, large, long, budget, busy, key, route or engine.
 
-    All but `engine` are 4xx: a retry cannot mend them, so harnesses must not try.
+    All but `busy` (429) and `engine` (500) are 4xx that a retry cannot mend, so harnesses must not try.
     """
 
     status: int
@@ -47,6 +47,8 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure(400, "long", str(error), "context_length_exceeded", (error.prompt, error.context))
     if isinstance(error, BudgetSpent):
         return Failure(400, "budget", str(error), "session_budget_spent")
+    if isinstance(error, TooManyAtOnce):
+        return Failure(429, "busy", str(error), "rate_limit_exceeded")
     if isinstance(error, SessionClosed):
         return Failure(401, "key", "this session is closed", "invalid_api_key")
     if isinstance(error, EngineError):

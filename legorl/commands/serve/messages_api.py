@@ -271,7 +271,12 @@ def _event(model: type[BaseModel], **data: Any) -> bytes:
 
 def error(failure: Failure) -> dict[str, Any]:
     """An error body of this protocol."""
-    kinds = {"key": "authentication_error", "route": "not_found_error", "large": "request_too_large"}
+    kinds = {
+        "key": "authentication_error",
+        "route": "not_found_error",
+        "large": "request_too_large",
+        "busy": "rate_limit_error",
+    }
     kind = "api_error" if failure.kind == "engine" else kinds.get(failure.kind, "invalid_request_error")
     message = failure.message
     if failure.tokens:

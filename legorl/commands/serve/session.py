@@ -27,12 +27,23 @@ from legorl.commands.serve.turn import Request, Turn, row
 from legorl.control import SessionRequest
 
 
+# Turns of one session under way at a time. Harnesses with sub-agents need a handful; a flood would hold up the others.
+AT_ONCE = 16
+
+
 class BudgetSpent(Exception):
     """The session has used up `which` (turns, tokens): its harness is to stop."""
 
     def __init__(self, which: str):
         super().__init__(f"this session's budget of {which} is spent")
         self.which = which
+
+
+class TooManyAtOnce(Exception):
+    """The session already has as many turns under way as one attempt may: the client is to try again later."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{AT_ONCE} requests of this session are being answered; try again when one has ended")
 
 
 class SessionClosed(Exception):
@@ -61,7 +72,7 @@ class Session:
     def open_turn(self, request: Request) -> Turn:
         """Find the request's place and return the turn that answers it: a recorded one, or a new one (not sampled yet).
 
-        Raises BudgetSpent, BadRequest, ContextOverflow, SessionClosed.
+        Raises BudgetSpent, BadRequest, ContextOverflow, TooManyAtOnce, SessionClosed.
         """
         if self.closed:
             raise SessionClosed
@@ -74,6 +85,8 @@ class Session:
         ):
             return known[-1]
         self._check_budget()
+        if sum(not t.done for t in self.turns) >= AT_ONCE:
+            raise TooManyAtOnce
         resample = sum(1 for t in known if not t.error)
         prompt = self._prompt(request, base, at)
         parent, prefix_len = tree.place([t.node for t in self.turns], prompt)

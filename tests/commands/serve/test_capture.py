@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from legorl import tree
+from legorl.commands.serve.session import AT_ONCE
 from legorl.control import ServeError, SessionRequest
 
 TOOLS = [
@@ -250,6 +251,24 @@ def test_an_overlong_prompt_is_a_400_that_says_so(run_server):
                 reply = await http.post("/v1/chat/completions", json=body)
             assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
             assert (await session.close()).overflow
+
+    run(main())
+
+
+def test_a_flood_of_requests_is_held_off_and_nothing_is_lost(run_server):
+    async def main():
+        async with run_server("word " * 400) as running, running.control.session(SessionRequest("a")) as session:
+            async with running.harness(session.key) as http:
+
+                async def one(k):
+                    body = {"messages": [{"role": "user", "content": f"request {k}"}]}
+                    return (await http.post("/v1/chat/completions", json=body)).status_code
+
+                codes = await asyncio.gather(*[one(k) for k in range(40)])
+                assert set(codes) <= {200, 429} and codes.count(200) >= AT_ONCE
+                assert (await one(99)) == 200
+            closed = await session.close()
+        assert closed.count == codes.count(200) + 1
 
     run(main())
 
