@@ -26,7 +26,6 @@ from legorl.commands.serve.render import Template
 from legorl.commands.serve.turn import Request, Turn, row
 from legorl.control import SessionRequest
 
-
 # Turns of one session under way at a time. Harnesses with sub-agents need a handful; a flood would hold up the others.
 AT_ONCE = 16
 
