@@ -459,7 +459,7 @@ def test_every_ending_of_an_attempt(tmp_path: Path, lego_serve: str) -> None:
     assert made["weights"][0]["version"] == 0 and made["budgets"]["turns"] == {"limit": 16.0, "used": 2.0}
     assert rows["slow"]["budgets"]["seconds"]["used"] >= 20 and b"+hi\n" in rows["slow"]["patch"]
     assert len({r["seed"] for r in rows.values()}) == len(rows)
-    assert done.stderr.count(" of 7 attempts") == 7  # one line a group
+    assert done.stderr.count(" of 7 attempts") == 8  # one line a group, and one in all
 
 
 @pytest.mark.podman

@@ -164,6 +164,7 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
                     check_engine=control.health,
                     ended=progress.ended,
                 )
+                progress.tell_all()
     share = store.lost / len(plan.attempt_ids)
     if store.lost:
         count = f"{store.lost} of {len(plan.attempt_ids)} attempts"
@@ -215,6 +216,14 @@ class _Progress:
                 counts = ", ".join(f"{n} {name}" for name, n in self._outcomes[group].most_common())
                 spent = time.monotonic() - self._begun
                 self._say(f"{group}: {counts} ({self._made} of {self._total} attempts, {spent:.0f} s)")
+
+    def tell_all(self) -> None:
+        """Sum up what this call made."""
+        total = sum(self._outcomes.values(), Counter())
+        if total:
+            counts = ", ".join(f"{n} {name}" for name, n in total.most_common())
+            now = "" if total.total() == self._made else f"; {total.total()} now"
+            self._say(f"{self._made} of {self._total} attempts{now}: {counts}")
 
     def _say(self, line: str) -> None:
         if self._bar is not None:
