@@ -2,7 +2,7 @@
 #     bin/lego-serve MODEL -- make -f recipes/demo.mk RUN=runs/demo
 RUN ?= runs/demo
 ROUNDS ?= 2
-TASK_SET ?= shell --count 4 --seed 1 --level 0 --split train --kind create --kind rename --kind delete
+TASK_SET ?= shell --count 4 --seed 2 --level 0 --split train --kind delete --kind create --kind rename
 # Both rounds try the same four tasks, so that their rewards can be compared.
 TASKS ?= 4
 ATTEMPTS ?= 6
