@@ -74,6 +74,8 @@ def pytest_runtest_makereport(item, call):
 ATTEMPTS: dict[str, tuple[dict[str, str | None], float, set[str]]] = {
     "solution": ({"calc.py": FIXED}, 1.0, set()),
     "solution_and_own_test": ({"calc.py": FIXED, "tests/test_mine.py": "def test_m(): pass\n"}, 1.0, {"tests_touched"}),
+    # The child goes on with pytest; what it would report is not the run's.
+    "solution_that_forks": ({"calc.py": "import os\nos.fork()\n" + FIXED}, 1.0, set()),
     "solution_and_version": ({"calc.py": FIXED, "pyproject.toml": NEXT_VERSION}, 1.0, set()),
     "nothing": ({}, 0.0, set()),
     "breaks_the_other": ({"calc.py": FIXED.replace("a * b", "0")}, 0.0, set()),

@@ -37,12 +37,17 @@ def start_again_without_key() -> None:
 
 
 def make_sender(descriptor: int, key: bytes):
-    """Return send(record). Functions are bound here, before code under test could replace them."""
-    write, dumps, new, digest = os.write, json.dumps, hmac.new, hashlib.sha256
-    count = 0
+    """Return send(record). Functions are bound here, before code under test could replace them.
+
+    Only this process sends: code under test may fork, and its child then runs the rest of pytest a second time.
+    """
+    write, dumps, new, digest, pid = os.write, json.dumps, hmac.new, hashlib.sha256, os.getpid
+    count, owner = 0, os.getpid()
 
     def send(**record) -> None:
         nonlocal count
+        if pid() != owner:
+            return
         body = dumps({"n": count, **record}, separators=(",", ":")).encode()
         line = new(key, body, digest).hexdigest()[:32].encode() + b" " + body + b"\n"
         count += 1
