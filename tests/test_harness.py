@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legorl import harness as h
-from legorl.harness.install import install
+from legorl.harness.install import install_all
 
 VALUES = {
     "task": "do it",
@@ -153,9 +153,9 @@ def test_install_is_whole_compiled_readable_and_done_once(
     file.write_text(MINIMAL.replace("[run]", '[install]\npip = ["lego_toy==1.0"]\n[run]'))
     toy = h.load_harness(str(file))
     assert not toy.installed
-    assert install(toy)
+    assert install_all([toy]) == [True]
     toy.check_installed()
-    assert not install(toy)
+    assert install_all([toy, toy]) == [False, False]
     assert list((toy.folder / "site" / "lego_toy" / "__pycache__").glob("*.cpython-311.pyc"))
     assert all(p.stat().st_mode & 0o004 for p in toy.folder.rglob("*"))
     assert toy.mounts == ((toy.folder, "/opt/h"),)
@@ -164,7 +164,7 @@ def test_install_is_whole_compiled_readable_and_done_once(
     changed = h.load_harness(str(file))
     assert not changed.installed
     with pytest.raises(h.HarnessError, match="lego_gone"):
-        install(changed)
+        install_all([changed])
     # What failed leaves nothing, and what was there stays.
     assert toy.installed and [p.name for p in toy.folder.parent.iterdir() if not p.name.endswith(".lock")] == ["mine-1"]
 

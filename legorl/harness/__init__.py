@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ _FIELD = re.compile(r"\{\{.*?\}\}|\{(" + "|".join(FIELDS) + r")\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _KEYS = {"name", "version", "protocol", "user_agent", "side_patterns", "about", "install", "run", "presets"}
 _RUN_KEYS = {"argv", "env", "files", "about"}
-_INSTALL_KEYS = {"pip", "npm", "node"}
+_PRESET_KEYS = _RUN_KEYS | {"protocol", "user_agent"}
+_INSTALL_KEYS = {"pip", "npm", "node", "keep"}
 
 
 class HarnessError(Exception):
@@ -42,11 +43,15 @@ class HarnessError(Exception):
 
 @dataclass(frozen=True)
 class Install:
-    """What to install: exact Python packages (nothing else gets in), npm packages, the release of Node.js."""
+    """What to install: exact Python packages (nothing else gets in), npm packages, the release of Node.js.
+
+    keep: the only files that stay (path below the mount -> pattern of where npm puts it); empty: all of them.
+    """
 
     pip: tuple[str, ...] = ()
     npm: tuple[str, ...] = ()
     node: str = ""
+    keep: dict[str, str] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -90,7 +95,10 @@ class Harness:
     def installed(self) -> bool:
         """Whether exactly what the file asks for is installed."""
         record = self.folder / RECORD
-        return self.install.empty or (record.is_file() and json.loads(record.read_text()) == wanted(self.install))
+        if self.install.empty:
+            return True
+        found = json.loads(record.read_text()) if record.is_file() else {}
+        return {k: v for k, v in found.items() if v} == wanted(self.install)
 
     def check_installed(self) -> None:
         """Raise HarnessError unless the harness is ready to mount."""
@@ -120,8 +128,8 @@ class Harness:
 
 
 def wanted(install: Install) -> dict[str, Any]:
-    """What the record of a finished installation must say."""
-    return {"pip": list(install.pip), "npm": list(install.npm), "node": install.node}
+    """What the record of a finished installation must say, without what is empty."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(install).items() if v}
 
 
 def built_in() -> list[str]:
@@ -156,7 +164,7 @@ def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harnes
         ("", data, _KEYS),
         ("install: ", data.get("install", {}), _INSTALL_KEYS),
         ("run: ", data["run"], _RUN_KEYS),
-        *((f"presets.{n}: ", t, _RUN_KEYS) for n, t in presets.items()),
+        *((f"presets.{n}: ", t, _PRESET_KEYS) for n, t in presets.items()),
     ):
         unknown = sorted(set(table) - keys)
         if unknown:
@@ -165,9 +173,12 @@ def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harnes
         raise HarnessError(f"{path}: no preset {preset!r}; known: {', '.join(['default', *sorted(presets)])}")
     if not _NAME.fullmatch(data["name"]):
         raise HarnessError(f"{path}: name {data['name']!r} may hold only letters, digits, '.', '_' and '-'")
-    if data["protocol"] not in PROTOCOLS:
-        raise HarnessError(f"{path}: protocol {data['protocol']!r} is none of {', '.join(PROTOCOLS)}")
-    for pattern in [data.get("user_agent", ""), *data.get("side_patterns", ())]:
+    for table in (data, *presets.values()):
+        protocol = table.get("protocol", data["protocol"])
+        if protocol not in PROTOCOLS:
+            raise HarnessError(f"{path}: protocol {protocol!r} is none of {', '.join(PROTOCOLS)}")
+    agents = [table.get("user_agent", "") for table in (data, *presets.values())]
+    for pattern in [*agents, *data.get("side_patterns", ())]:
         try:
             re.compile(pattern)
         except re.error as error:
@@ -177,12 +188,17 @@ def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harnes
     return Harness(
         name=data["name"],
         version=data["version"],
-        protocol=data["protocol"],
+        protocol=change.get("protocol", data["protocol"]),
         preset=preset,
         digest=digest,
-        user_agent=data.get("user_agent", ""),
+        user_agent=change.get("user_agent", data.get("user_agent", "")),
         side_patterns=tuple(data.get("side_patterns", ())),
-        install=Install(tuple(install.get("pip", ())), tuple(install.get("npm", ())), install.get("node", "")),
+        install=Install(
+            pip=tuple(install.get("pip", ())),
+            npm=tuple(install.get("npm", ())),
+            node=install.get("node", ""),
+            keep=install.get("keep", {}),
+        ),
         argv=tuple(change.get("argv", base["argv"])),
         env={**base.get("env", {}), **change.get("env", {})},
         files={**base.get("files", {}), **change.get("files", {})},

