@@ -7,16 +7,28 @@
 logits are computed again in the backward pass. So the logits of a batch never exist, forwards or backwards, and memory
 does not grow with the vocabulary times the batch. Weights are read from safetensors only and no code from the folder
 is ever run.
+
+    routers = find_routers(model)                               # None for a dense model
+    with routers.watched(see): model(input_ids)                 # see(layer, logits, experts) in each sparse layer
+
+The experts that a mixture-of-experts model chooses are seen by hooks on its own routers; a hook is also where a
+recorded choice can be put in place of the model's.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from legorl.checkpoint import ModelError
+from legorl.routing import Shape
 
 # Logits that exist at a time: 16 million, 64 MiB in float32, whatever the vocabulary.
 CHUNK_LOGITS = 1 << 24
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+# What configurations call the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def load_model(folder: Path | str, dtype: str) -> Any:
@@ -90,12 +102,90 @@ def head_logprobs(head: Any, hidden: Any, targets: Any, temperatures: Any, chunk
     return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a sparse mixture-of-experts model, a sparse layer each, in order of depth."""
+
+    modules: tuple[Any, ...]
+    shape: Shape
+
+    def watched(self, see: Callable[[int, Any, Any], None]) -> AbstractContextManager[None]:
+        """Within, `see(layer, logits, experts)` is called once a sparse layer in every forward pass.
+
+        `layer` counts sparse layers from 0; `logits` [tokens, experts] of the router; `experts` int64 [tokens, topk]
+        that it chose. Tokens are those of the flattened batch.
+        """
+        return _hooked(self.modules, lambda layer, output: see(layer, output[0], output[2]))
+
+
+@contextmanager
+def _hooked(modules: Iterable[Any], see: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within, `see(n, output)` is called after each forward pass of the n-th module."""
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, output, n=n: see(n, output))
+        for n, module in enumerate(modules)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_routers(model: Any) -> Routers | None:
+    """Return the routers of `model`, None if it is dense.
+
+    Their class is the one whose logits transformers itself records; a forward pass over a few tokens shows that each
+    gives (logits, weights, experts) and chooses the experts with the highest logits, as Qwen-MoE, Mixtral and OLMoE do.
+    Raises ModelError for a sparse model of another kind: its choices cannot be seen here.
+    """
+    import torch
+
+    config = model.config.get_text_config()
+    if not any(getattr(config, name, None) for name in EXPERT_COUNTS):
+        return None
+    kind = type(model).__name__
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    target = getattr(recorder, "target_class", None)
+    modules = tuple(m for m in model.modules() if target and isinstance(m, target))
+    if not modules:
+        raise ModelError(f"the routers of {kind} are not known")
+    outputs: list[Any] = []
+    with torch.no_grad(), _hooked(modules, lambda _layer, output: outputs.append(output)):
+        model.get_decoder()(input_ids=_some_ids(model), use_cache=False)
+    if len(outputs) != len(modules) or not all(map(_chooses_highest, outputs)):
+        raise ModelError(f"the routers of {kind} do not simply choose the experts with the highest logits")
+    shapes = {Shape(len(modules), experts.shape[1], logits.shape[1]) for logits, _, experts in outputs}
+    if len(shapes) != 1:
+        raise ModelError(f"the layers of {kind} differ in their numbers of experts")
+    return Routers(modules, shapes.pop())
+
+
+def _chooses_highest(output: Any) -> bool:
+    """Whether a router's output is (logits, weights, ids of the experts with the highest logits)."""
+    import torch
+
+    if not isinstance(output, tuple) or len(output) != 3 or output[2].dtype != torch.int64:
+        return False
+    logits, _, experts = output
+    if not logits.ndim == experts.ndim == 2 or len(logits) != len(experts) or int(experts.max()) >= logits.shape[1]:
+        return False
+    chosen = logits.gather(1, experts).sort(dim=1, descending=True).values
+    return bool(chosen.equal(logits.topk(experts.shape[1], dim=1).values))
+
+
+def _some_ids(model: Any) -> Any:
+    import torch
+
+    return torch.linspace(0, model.config.vocab_size - 1, 8, device=model.device).long()[None]
+
+
 def _check_head(model: Any, folder: Path) -> None:
     """Some families scale or cap their logits after the head; `target_logprobs` would silently leave that out."""
     import torch
 
     with torch.no_grad():
-        ids = torch.linspace(0, model.config.vocab_size - 1, 8, device=model.device).long()[None]
+        ids = _some_ids(model)
         ours = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = model(input_ids=ids, use_cache=False).logits
     if not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3, equal_nan=True):

@@ -4,8 +4,10 @@ import shutil
 import numpy as np
 import pytest
 from commands.train_rows import plain_logprobs, tiny_llama
+from moe import KINDS, native_experts, tiny_moe
 
 from legorl.checkpoint import ModelError
+from legorl.routing import Shape
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +148,40 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="changes its logits"):
         load_model(tmp_path, "fp32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_routers_of_a_moe_are_seen_as_transformers_sees_them(kind, tmp_path):
+    import torch
+
+    from legorl.model import find_routers, load_model
+
+    model = load_model(tiny_moe(kind, tmp_path), "fp32")
+    routers = find_routers(model)
+    assert routers.shape == Shape(layers=2 if kind == "qwen3_moe" else 3, topk=2, experts=8)
+    seen = []
+    ids = list(range(5, 40))
+    with torch.no_grad(), routers.watched(lambda layer, logits, experts: seen.append((layer, experts))):
+        model(input_ids=torch.tensor([ids]))
+    assert [layer for layer, _ in seen] == list(range(routers.shape.layers))
+    got = np.stack([experts.sort(dim=1).values.numpy() for _, experts in seen], axis=1)
+    assert np.array_equal(got, native_experts(model, ids))
+    model(input_ids=torch.tensor([ids]))
+    assert len(seen) == routers.shape.layers  # no longer watched
+
+
+def test_a_dense_model_has_no_routers_and_unknown_ones_are_named(model, tmp_path):
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    from legorl.model import find_routers
+
+    assert find_routers(model) is None
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="routers of Glm4MoeForCausalLM"):  # they choose by groups of experts
+        find_routers(Glm4MoeForCausalLM(config).eval())
