@@ -192,6 +192,18 @@ def test_a_wrong_query_gets_one_line(run_folder, tmp_path, monkeypatch, query, c
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_damaged_page_is_named_by_its_file(tmp_path):
+    shard(tmp_path / "good.parquet", group([1.0, 0.0]))
+    bad = shard(tmp_path / "bad.parquet", group([1.0, 0.0], task_id="task-b"))
+    raw = bytearray(bad.read_bytes())
+    chunk = pq.ParquetFile(bad).metadata.row_group(0).column(0)
+    raw[(chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size - 3] ^= 0xFF
+    bad.write_bytes(raw)
+    done = inspect("sql", "select count(distinct attempt_id) from trajectories", tmp_path)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert str(bad) in done.stderr
+
+
 def test_a_query_cannot_change_the_files(run_folder):
     files = {path: path.read_bytes() for path in run_folder.rglob("*.parquet")}
     inspect("sql", f"copy (select 1) to '{next(iter(files))}'", run_folder)

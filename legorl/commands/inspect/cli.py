@@ -99,13 +99,15 @@ def sql_command(query: str, paths: tuple[str, ...], as_json: bool, as_csv: bool)
     """
     import duckdb
 
-    connection, _ = _open(paths)
+    connection, files = _open(paths)
     try:
         result = connection.execute(query)
         columns = [column[0] for column in result.description or []]
         _print(columns, _fetch(result), as_json, as_csv)
     except duckdb.Error as error:
         mistaken = isinstance(error, duckdb.ParserException | duckdb.BinderException | duckdb.CatalogException)
+        if not mistaken:
+            load.check_readable(files)  # a damaged page: DuckDB does not say in which file
         text = " ".join(str(error).split("LINE ")[0].split())
         hint = "; `lego-inspect schema` lists views and columns" if mistaken else ""
         raise Failure(text + hint, USAGE if mistaken else FAILED) from error

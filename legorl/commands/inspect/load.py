@@ -60,6 +60,12 @@ def find(paths: Iterable[str | Path]) -> Files:
     return files
 
 
+def check_readable(files: Files) -> None:
+    """Read every page of every file. Raises ShardError, which names the file, for one that is damaged."""
+    for shard in [*files.trajectories, *files.updates, *files.metrics]:
+        shard.table()
+
+
 def _below(folder: Path) -> list[Path]:
     found = []
     for at, folders, names in os.walk(folder):
