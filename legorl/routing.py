@@ -95,6 +95,6 @@ def wanted_rows(turn: dict[str, Any]) -> int:
     return len(positions(turn["prefix_len"], prompt_len, len(turn["completion_ids"] or [])))
 
 
-def valid_rows(turn: dict[str, Any]) -> int:
-    """Rows of `turn` whose experts were recorded."""
-    return sum(map(bool, (turn["routing"] or {}).get("valid") or b""))
+def valid_rows(record: dict[str, Any] | None) -> int:
+    """Rows of a record whose experts were recorded; 0 where there is no record."""
+    return sum(map(bool, (record or {}).get("valid") or b""))

@@ -44,9 +44,8 @@ def test_positions_are_the_last_shared_token_the_context_and_the_sampled_but_one
     assert routing.positions(10, 14, 3) == range(9, 16)
     assert routing.positions(10, 10, 1) == range(9, 10)  # the same prompt again
     assert routing.positions(10, 14, 0) == range(9, 14)  # failed before its first token
-    turn = {"prefix_len": 10, "context_ids": [1] * 4, "completion_ids": [1] * 3, "routing": {"valid": b"\1\0\1"}}
-    assert (routing.wanted_rows(turn), routing.valid_rows(turn)) == (7, 2)
-    assert routing.valid_rows(turn | {"routing": None}) == 0
+    assert routing.wanted_rows({"prefix_len": 10, "context_ids": [1] * 4, "completion_ids": [1] * 3}) == 7
+    assert (routing.valid_rows({"valid": b"\1\0\1"}), routing.valid_rows(None)) == (2, 0)
 
 
 def test_rows_that_the_model_cannot_have_are_refused():

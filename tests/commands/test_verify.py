@@ -16,7 +16,7 @@ from commands.train_rows import World, tiny_llama
 
 from legorl import tree
 from legorl.checkpoint import RECORD, open_checkpoint
-from legorl.commands.inspect import invariants, load, recorded, verify
+from legorl.commands.inspect import load, recorded, verify
 
 PROGRAM = Path(sys.executable).parent / "lego-inspect"
 
@@ -351,31 +351,3 @@ def test_nothing_to_verify(world, write, tmp_path):
     builders.shard(tmp_path / "c" / "updates.parquet", [], kind="update/1")
     done = inspect("verify", tmp_path / "c")
     assert done.returncode == 1 and "no trajectory shard" in done.stderr
-
-
-def test_a_moe_shows_how_much_of_its_routing_was_recorded(tmp_path, write):
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
-        initializer_range=0.3,
-    )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
-    world = World(tmp_path / "moe")
-    world.model = MixtralForCausalLM.from_pretrained(tmp_path / "moe").eval()  # its experts cannot run in float64
-    row = counted(world.row("task-a", 0, None, [(-1, None, 6, 4), (0, None, 3, 5)]))
-    for turn in row["turns"][:1]:
-        rows = invariants.routing_rows(turn)
-        assert rows == 9
-        valid = b"\0" + b"\1" * (rows - 1)
-        turn["routing"] = {
-            "data": bytes(rows * 4), "dtype": "uint8", "rows": rows, "layers": 2, "topk": 2, "valid": valid,
-        }  # fmt: skip
-    done = inspect("verify", "--turns", "--json", write(row))
-    assert done.returncode == 0, done.stdout
-    slices, turns, _ = read(done)
-    assert [turn["routing"] for turn in turns] == [pytest.approx(8 / 9), 0]
-    assert slices["all"]["routing"] == pytest.approx(8 / 17)  # turn 1: the last shared token, 3 of context, 4 sampled

@@ -252,6 +252,8 @@ behaviour_command = _metric_command(
 @option("--min-pearson", type=float, default=0.9999, help="Least correlation of probabilities, in every slice.")
 @option("--max-mean", type=float, default=1e-4, help="Largest mean of |Δ log p|, in every slice.")
 @option("--max-diff", type=float, default=1e-3, help="Largest |Δ log p| of any token.")
+@option("--max-gap", type=float, default=1e-3, help="Largest lead of other experts in router logits (sparse MoE).")
+@option("--min-routing", type=float, default=0.0, help="Least share of positions with recorded experts (sparse MoE).")
 @click.option("--turns", is_flag=True, help="Print a line a turn as well.")
 @json_option
 @paths_argument
@@ -268,9 +270,9 @@ def verify_command(
 
     tokens = compared + not_comparable + unverified: not_comparable are sampled from a restricted support, unverified
     are damaged, or of weights that are neither given nor where they were, by digest. routing is the share of input
-    positions with recorded experts (- for a dense model). Rows are read as they stand. Exit code 4, with a line for
-    each fault: a limit is exceeded, a token is unverified, a tree is invalid, something is recorded twice, or sums
-    differ. The limits fit weights sampled in float32.
+    positions with recorded experts (- for a dense model), routing_equal how many of these the model chooses as well.
+    Rows are read as they stand. Exit code 4, with a line for each fault: a limit is exceeded, a token is unverified, a
+    tree is invalid, something is recorded twice, or sums differ. The limits fit weights sampled in float32.
     """
     from legorl.commands.inspect import verify
 

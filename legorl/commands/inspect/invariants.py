@@ -9,7 +9,7 @@ Both return (turn or None, what is wrong). A row is a dictionary with the column
 import re
 from typing import Any
 
-from legorl import tree
+from legorl import routing, tree
 from legorl.rows import TOKEN_FIELDS
 
 COLUMNS = ("attempt_id", "try", "weights", "budgets", "graded_at", "grader")
@@ -17,7 +17,6 @@ TURN_COLUMNS = (
     *TOKEN_FIELDS, "cause", "routing", "request_id", "request_digest", "delivered", "finish_reason", "started_at",
     "drops",
 )  # fmt: skip
-ITEM_SIZE = {"uint8": 1, "uint16": 2}
 
 Found = list[tuple[int | None, str]]
 
@@ -50,6 +49,7 @@ def record_faults(row: dict[str, Any]) -> Found:
     turns = row["turns"]
     faults = _repeated(turns)
     path_lens: list[int] = []
+    routed = any(turn["routing"] is not None for turn in turns)
     for number, turn in enumerate(turns):
         sampled, context = len(turn["completion_ids"] or []), len(turn["context_ids"] or [])
         path_lens.append((turn["prefix_len"] or 0) + context + sampled)
@@ -63,7 +63,7 @@ def record_faults(row: dict[str, Any]) -> Found:
                     f"its cause is {turn['cause']}, but it has {turn['prefix_len']} tokens of turn {turn['parent']}",
                 )
             )
-        if turn["routing"] is not None and (fault := _routing_fault(turn["routing"], routing_rows(turn))):
+        if routed and (fault := _routing_fault(turn)):
             faults.append((number, fault))
     held = {"turns": len(turns), "tokens": sum(len(turn["completion_ids"] or []) for turn in turns)}
     for name, count in held.items():
@@ -103,19 +103,15 @@ def _repeated(turns: list[dict[str, Any]]) -> Found:
     return faults
 
 
-def routing_rows(turn: dict[str, Any]) -> int:
-    """Rows that a routing record of `turn` has: the last shared token, the context, all sampled tokens but the last."""
-    sampled = len(turn["completion_ids"] or [])
-    return int(turn["prefix_len"] > 0) + len(turn["context_ids"]) + max(0, sampled - 1)
-
-
-def _routing_fault(routing: dict[str, Any], rows: int) -> str | None:
-    if routing["rows"] != rows:
-        return f"{routing['rows']} rows of routing for {rows} input positions"
-    size = ITEM_SIZE.get(routing["dtype"])
-    if not size:
-        return f"routing of dtype {routing['dtype']!r}; known: {', '.join(ITEM_SIZE)}"
-    wanted = rows * (routing["layers"] or 0) * (routing["topk"] or 0) * size
-    if not wanted or len(routing["data"] or b"") != wanted or len(routing["valid"] or b"") != rows:
-        return "its routing record is not rows x layers x topk experts and a validity byte a row"
+def _routing_fault(turn: dict[str, Any]) -> str | None:
+    """What is wrong with the routing record of a turn whose attempt has some."""
+    if turn["routing"] is None:
+        return "no routing record, though other turns of the attempt have one"
+    rows = routing.wanted_rows(turn)
+    if turn["routing"]["rows"] != rows:
+        return f"{turn['routing']['rows']} rows of routing for {rows} input positions"
+    try:
+        routing.unpack(turn["routing"])
+    except routing.RoutingError as error:
+        return str(error)
     return None

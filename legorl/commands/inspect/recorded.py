@@ -10,14 +10,17 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legorl import schema, tree
+from legorl import routing, schema, tree
 from legorl.commands.inspect import invariants
 from legorl.rows import TOKEN_FIELDS
 from legorl.shards import Shard
+
+if TYPE_CHECKING:
+    from legorl.commands.inspect.routes import Routes
 
 UNKNOWN = -1  # the version of a token whose record is damaged
 Weights = tuple[int, str]  # version, digest
@@ -42,7 +45,8 @@ class Turn:
     """One recorded turn. Arrays have one entry a sampled token.
 
     `recorded`, `reference`: float64 log-probabilities, NaN where there is none; `versions`: int64; `scored`: bool,
-    whether the reference was asked. `routing`: valid and wanted rows, None for a dense model.
+    whether the reference was asked. `span`: input positions of its path whose experts belong to the turn; `routing`:
+    their record, None if there is none; `routes`: how it compares with the reference, None where it was not compared.
     """
 
     attempt_id: str
@@ -52,11 +56,13 @@ class Turn:
     versions: np.ndarray
     temperature: float
     comparable: bool
-    recorded_rows: int | None
-    wanted_rows: int
+    prompt_len: int
+    span: range
+    routing: dict[str, Any] | None
     reference: np.ndarray = field(init=False)
     scored: np.ndarray = field(init=False)
     sparse: bool = False
+    routes: "Routes | None" = None
 
     def __post_init__(self) -> None:
         self.reference = np.full(len(self.ids), np.nan)
@@ -78,11 +84,15 @@ class Attempt:
     weights: dict[int, tuple[str, str | None]]
 
     def wanted(self, weights: Weights) -> list[int]:
-        """Indices of the turns with a comparable token that these weights sampled."""
+        """Indices of the turns with something to compare that these weights sampled: log-probabilities or experts."""
         version, digest = weights
         if self.weights.get(version, ("", None))[0] != digest:
             return []
-        return [turn.index for turn in self.turns if turn.comparable and (turn.versions == version).any()]
+        return [
+            turn.index
+            for turn in self.turns
+            if (turn.comparable or turn.routing is not None) and (turn.versions == version).any()
+        ]
 
 
 @dataclass
@@ -158,7 +168,7 @@ def _turn(attempt_id: str, number: int, turn: dict[str, Any], broken: bool) -> T
     if not broken:
         logprobs[:] = turn["logprobs"]
         versions[:] = np.repeat([v["version"] for v in turn["versions"]], [v["length"] for v in turn["versions"]])
-    routing = turn["routing"]
+    prompt_len = (turn["prefix_len"] or 0) + len(turn["context_ids"] or [])
     return Turn(
         attempt_id=attempt_id,
         index=number,
@@ -167,6 +177,7 @@ def _turn(attempt_id: str, number: int, turn: dict[str, Any], broken: bool) -> T
         versions=versions,
         temperature=turn["temperature"] or 0.0,
         comparable=turn["support"] == "full" and (turn["temperature"] or 0) > 0,
-        recorded_rows=None if routing is None else sum(map(bool, routing["valid"] or b"")),
-        wanted_rows=0 if broken else invariants.routing_rows(turn),
+        prompt_len=prompt_len,
+        span=range(0) if broken else routing.positions(turn["prefix_len"], prompt_len, len(ids)),
+        routing=turn["routing"],
     )

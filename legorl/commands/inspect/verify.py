@@ -10,38 +10,42 @@ sampled it, found by version and digest. What cannot be compared is counted, nev
 |Δ log p| = |reference - recorded|; Pearson is that of the probabilities, as in legorl/metrics/align.sql.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from legorl import tree
+from legorl import routing, tree
 from legorl.checkpoint import Checkpoint, ModelError, open_checkpoint
+from legorl.commands.inspect import routes
 from legorl.commands.inspect.recorded import UNKNOWN, Attempt, Fault, Turn, Weights, read
 from legorl.shards import Shard
 
 FIGURES = (
     "tokens", "compared", "not_comparable", "unverified", "pearson", "logprob_abs_diff_mean", "logprob_abs_diff_p99",
-    "logprob_abs_diff_max", "routing",
+    "logprob_abs_diff_max", "routing", "routing_equal",
 )  # fmt: skip
 # A correlation of probabilities that are all alike is one of rounding errors.
 SPREAD = 1e-3
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Limits:
     """What must hold. `max_diff` holds for every token: among a million, one wrong token moves no mean.
 
-    Measured with a sampler in float32: a mean of 5e-6, a p99 of 5e-5 and at most 1.1e-4 over 3549 tokens.
+    So does `max_gap` for every row of experts: by how much the router may prefer others to the recorded ones.
+    `min_routing`: least share of input positions with recorded experts, where the model is sparse. Measured with a
+    sampler in float32: a mean of 5e-6, a p99 of 5e-5 and at most 1.1e-4 over 3549 tokens.
     """
 
     min_pearson: float = 0.9999
     max_mean: float = 1e-4
     max_diff: float = 1e-3
+    max_gap: float = 1e-3
+    min_routing: float = 0.0
 
 
 @dataclass
@@ -156,33 +160,45 @@ def _paths(attempt: Attempt, weights: Weights) -> Iterator[tuple[np.ndarray, lis
 def _score(
     attempts: Sequence[Attempt], weights: Weights, checkpoint: Checkpoint, step: Callable[[int], object]
 ) -> list[Fault]:
-    """Fill `reference` of every token that `weights` sampled; return a fault a path that they cannot read."""
+    """Fill `reference` and `routes` of every turn that `weights` sampled; return faults of what they cannot read."""
     import torch
 
-    from legorl.model import load_model
+    from legorl.model import find_routers, load_model
 
-    sparse = any(json.loads((checkpoint.folder / "config.json").read_text()).get(name) for name in EXPERTS)
     model = load_model(checkpoint.folder, "fp32").to("cuda" if torch.cuda.is_available() else "cpu")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     faults = []
+    routers, sparse = None, True
+    try:
+        routers = find_routers(model)
+        sparse = routers is not None
+    except ModelError as error:
+        if any(turn.routing for attempt in attempts for turn in attempt.turns):
+            faults.append(Fault(None, None, f"the recorded experts cannot be compared: {error}"))
     for attempt in attempts:
         for ids, indices in _paths(attempt, weights):
             if outside := ids[(ids < 0) | (ids >= vocabulary)].tolist():
                 text = f"token {outside[0]} on its path is none of the model's {vocabulary}"
                 faults.append(Fault(attempt.id, indices[-1], text))
             else:
-                _score_path(model, attempt, weights[0], ids, indices, sparse)
+                faults += _score_path(model, routers, attempt, weights[0], ids, indices)
+                for turn in (attempt.turns[index] for index in indices):
+                    turn.sparse = sparse
+                    if turn.routing and not sparse:
+                        faults.append(Fault(attempt.id, turn.index, "experts are recorded, and the model is dense"))
             step(len(ids))
     return faults
 
 
-def _score_path(model: Any, attempt: Attempt, version: int, ids: np.ndarray, indices: list[int], sparse: bool) -> None:
+def _score_path(
+    model: Any, routers: Any, attempt: Attempt, version: int, ids: np.ndarray, indices: list[int]
+) -> list[Fault]:
     import torch
 
     from legorl.model import target_logprobs
 
     turns = [attempt.turns[index] for index in indices]
-    picked = [np.flatnonzero(turn.versions == version) for turn in turns]
+    picked = [np.flatnonzero(turn.comparable & (turn.versions == version)) for turn in turns]
     places = np.concatenate([attempt.nodes[turn.index].prompt_len + k for turn, k in zip(turns, picked, strict=True)])
     temperatures = np.repeat([turn.temperature for turn in turns], [len(k) for k in picked])
     tensors = [
@@ -192,14 +208,18 @@ def _score_path(model: Any, attempt: Attempt, version: int, ids: np.ndarray, ind
             temperatures.astype(np.float32),
         )
     ]  # fmt: skip
-    with torch.no_grad():
+    compared = routes.Comparison(routers, turns, version, len(ids) - 1) if routers else None
+    with torch.no_grad(), compared.watching() if compared else nullcontext():
         logprobs = target_logprobs(model, *tensors).double().cpu().numpy()
     for turn, k, values in zip(
         turns, picked, np.split(logprobs, np.cumsum([len(k) for k in picked])[:-1]), strict=True
     ):
         turn.reference[k] = values
         turn.scored[k] = True
-        turn.sparse = sparse
+    if compared is None:
+        return []
+    compared.settle()
+    return [Fault(attempt.id, turn.index, text) for turn, text in compared.faults]
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -221,7 +241,9 @@ def figures(turns: Sequence[Turn], version: int | None = None) -> list[Any]:
     recorded, reference = (joined(a)[scored] for a in ((t.recorded for t in turns), (t.reference for t in turns)))
     gaps = np.abs(reference - recorded)
     some = len(gaps) > 0
-    wanted = sum(t.wanted_rows for t in turns if t.sparse or t.recorded_rows is not None)
+    routed = [t for t in turns if t.sparse or t.routing is not None]
+    wanted = sum(len(t.span) for t in routed)
+    same = np.concatenate([np.zeros(0, bool), *(t.routes.equal for t in turns if t.routes is not None)])
     return [
         len(scored),
         int(scored.sum()),
@@ -231,7 +253,8 @@ def figures(turns: Sequence[Turn], version: int | None = None) -> list[Any]:
         float(gaps.mean()) if some else None,
         float(np.percentile(gaps, 99)) if some else None,
         float(gaps.max()) if some else None,
-        sum(t.recorded_rows or 0 for t in turns) / wanted if wanted else None,
+        sum(routing.valid_rows(t.routing) for t in routed) / wanted if wanted else None,
+        float(same.mean()) if len(same) else None,
     ]
 
 
@@ -242,8 +265,10 @@ def _pearson(one: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def _compare(report: Report, limits: Limits) -> None:
-    """Add a fault for every turn with a token beyond `limits`, and for every figure of a slice beyond them."""
+    """Add a fault for every turn with a token or a row beyond `limits`, and for every figure of a slice beyond them."""
     for turn in report.turns:
+        if wrong := routes.fault(turn, limits.max_gap):
+            report.faults.append(Fault(turn.attempt_id, turn.index, wrong))
         # Written so that a NaN is beyond every limit.
         beyond = np.flatnonzero(turn.scored & ~(turn.gaps <= limits.max_diff))
         if len(beyond):
@@ -262,6 +287,9 @@ def _compare(report: Report, limits: Limits) -> None:
         if mean is not None and not mean <= limits.max_mean:
             text = f"{name}: the mean of |Δ log p| is {mean:.3g}, above {limits.max_mean:g}"
             report.faults.append(Fault(None, None, text))
+        if found["routing"] is not None and not found["routing"] >= limits.min_routing:
+            text = f"{name}: experts are recorded for {found['routing']:.6g} of the input positions, below "
+            report.faults.append(Fault(None, None, f"{text}{limits.min_routing:g}"))
         if name == "all" and found["unverified"]:
             report.faults.append(Fault(None, None, f"{found['unverified']} of {found['tokens']} tokens are unverified"))
         elif name == "all" and found["tokens"] and not found["compared"]:
