@@ -551,7 +551,7 @@ def test_a_dead_lego_serve_ends_the_round_with_one_line(tmp_path: Path, tiny_mod
 @pytest.mark.podman
 @pytest.mark.parametrize(
     ("harness", "instruction"),
-    [("mini-swe-agent:small", "Create the file hello.txt with the text hi."), ("pi", "Use your tool to say hi.")],
+    [("mini-swe-agent:small", "Create the file hello.txt with the text hi."), ("pi:small", "Use your tool to say hi.")],
 )
 def test_real_harness(tmp_path: Path, lego_serve: str, harness: str, instruction: str) -> None:
     one = task(tmp_path / "t", "hello", instruction)
