@@ -22,6 +22,9 @@ task.toml:
     [sandbox]                         # optional
     memory_mb = 512
     disk_mb = 128
+    image = "localhost/other:1"       # an image in Podman's store instead of the base image
+
+Imported tasks say more under [grade]; the class Grade tells what.
 """
 
 import hashlib
@@ -30,6 +33,7 @@ import os
 import re
 import tarfile
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +41,8 @@ from typing import Any
 
 TASK_FORMAT = "task/1"
 SPLITS = ("train", "dev", "heldout", "unseen")
-RUNNERS = ("pytest",)
+RUNNERS = ("pytest", "unittest", "script", "log")
+SEMANTICS = ("strict", "swe-bench")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -47,10 +52,27 @@ class TaskError(Exception):
 
 @dataclass(frozen=True)
 class Grade:
+    """How a patch is graded. Paths are relative to the repository's root.
+
+    semantics: what counts as kept (docs/grading.md). files: what the runner is given. test_paths: files and folders
+    that belong to the tests and are put right whatever the patch did to them. tests_at: where the task's tests/ goes:
+    it replaces that path, or is laid over the whole tree ("."), where `removed` names what it takes away.
+    python_path: what the tests import from. command, parser, reward_file: of the runners `script` and `log`.
+    """
+
     runner: str
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     timeout_s: float
+    semantics: str = "strict"
+    files: tuple[str, ...] = ("tests",)
+    test_paths: tuple[str, ...] = ("tests",)
+    tests_at: str = "tests"
+    removed: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = (".",)
+    command: tuple[str, ...] = ()
+    parser: str = ""
+    reward_file: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,7 @@ class Task:
     split: str
     grade: Grade
     limits: Limits
+    image: str = ""  # in Podman's store; "" is the base image
     labels: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -127,7 +150,8 @@ def load_task(path: Path | str) -> Task:
         if not (path / name).exists():
             raise TaskError(f"{path}: no {name}")
     try:
-        grade, sandbox = data["grade"], data.get("sandbox", {})
+        grade, sandbox = data["grade"], dict(data.get("sandbox", {}))
+        image = sandbox.pop("image", "")
         task = Task(
             path=path,
             id=data["id"],
@@ -135,13 +159,9 @@ def load_task(path: Path | str) -> Task:
             kind=data["kind"],
             level=int(data.get("level", 0)),
             split=data["split"],
-            grade=Grade(
-                grade["runner"],
-                tuple(grade["fail_to_pass"]),
-                tuple(grade.get("pass_to_pass", ())),
-                float(grade.get("timeout_s", 60)),
-            ),
+            grade=_grade(grade),
             limits=Limits(**sandbox),
+            image=image,
             labels=data.get("labels", {}),
         )
     except KeyError as error:
@@ -154,6 +174,11 @@ def load_task(path: Path | str) -> Task:
         raise TaskError(f"{path}/task.toml: split {task.split!r} is none of {', '.join(SPLITS)}")
     if task.grade.runner not in RUNNERS:
         raise TaskError(f"{path}/task.toml: runner {task.grade.runner!r} is none of {', '.join(RUNNERS)}")
+    if task.grade.semantics not in SEMANTICS:
+        raise TaskError(f"{path}/task.toml: semantics {task.grade.semantics!r} is none of {', '.join(SEMANTICS)}")
+    for name in (*task.grade.test_paths, *task.grade.files, *task.grade.removed, *task.grade.python_path):
+        if name.startswith("/") or ".." in name.split("/"):
+            raise TaskError(f"{path}/task.toml: {name!r} leaves the repository")
     if not task.grade.fail_to_pass or not any(task.tests.rglob("*")):
         raise TaskError(
             f"{path}: a task with no tests cannot be graded; add tests/ and name them in grade.fail_to_pass"
@@ -161,12 +186,25 @@ def load_task(path: Path | str) -> Task:
     return task
 
 
-def pack(folder: Path) -> bytes:
-    """Return `folder` as an uncompressed tar of files, links and modes, without owners or times (deterministic)."""
+def _grade(table: dict[str, Any]) -> Grade:
+    """Read [grade]. Raises KeyError or TypeError for what is missing or unknown."""
+    table = {"pass_to_pass": (), **table, "timeout_s": float(table.get("timeout_s", 60))}
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}
+    return Grade(runner=fields.pop("runner"), fail_to_pass=fields.pop("fail_to_pass"), **fields)
+
+
+def pack(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> bytes:
+    """Return `folder` as an uncompressed tar of files, links and modes, without owners or times (deterministic).
+
+    Of everything in it only what is `wanted`, by its path relative to `folder`.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for file in sorted(folder.rglob("*"), key=os.fsencode):
-            info = tar.gettarinfo(file, arcname=str(file.relative_to(folder)))
+            name = str(file.relative_to(folder))
+            if not wanted(name):
+                continue
+            info = tar.gettarinfo(file, arcname=name)
             if info.islnk():  # the second name of one file: a file of its own, as in git
                 info.type, info.size = tarfile.REGTYPE, file.stat().st_size
             info.uid = info.gid = 0

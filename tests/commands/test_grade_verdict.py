@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legorl.commands.grade.pytest_report import make_sender
+from legorl.commands.grade.guarded import make_sender
 from legorl.commands.grade.verdict import judge, read_report
 from legorl.task import Grade
 

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legorl.commands.grade import tidy_tree
-from legorl.commands.grade.verdict import MISSING, Verdict, failed, judge, read_report
+from legorl.commands.grade.runners import ENVIRONMENT, PROGRAMS, PYTHON, REPO, RUNNERS
+from legorl.commands.grade.verdict import MISSING, Verdict, failed
 from legorl.sandbox import (
+    BASE_IMAGE,
     ImageMissing,
     LimitsError,
     PatchUnusable,
@@ -32,22 +34,10 @@ from legorl.sandbox import (
 )
 from legorl.task import Task, pack
 
-REPO = "/ws/repo"
 STAGE = "/ws/grade"
-PROGRAMS = "/opt/grade"  # where the programs that run inside are mounted, read-only
-INSIDE = ("pytest_report.py", "tidy_tree.py")
+INSIDE = ("guarded.py", "pytest_report.py", "tidy_tree.py")
 OUR_TIME_S = 90.0  # for everything in the sandbox but the tests; more than ten times what a loaded machine needs
 CONFIGS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")  # in pytest's own order
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "TZ": "UTC",
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONNOUSERSITE": "1",
-    "PYTHONHASHSEED": "0",
-}
 
 log = logging.getLogger("legorl.grade")
 
@@ -74,7 +64,7 @@ async def grade(job: Job, programs: Path, retries: int) -> Verdict:
         return failed(job.task.grade, MISSING)
     for left in range(retries, -1, -1):
         try:
-            async with asyncio.timeout(job.task.grade.timeout_s + 2 * OUR_TIME_S):
+            async with asyncio.timeout(2 * job.task.grade.timeout_s + 2 * OUR_TIME_S):
                 verdict = await _grade_once(job, programs)
             return replace(verdict, grade_s=time.monotonic() - started)
         except (PodmanMissing, ImageMissing, LimitsError):
@@ -94,20 +84,21 @@ async def _grade_once(job: Job, programs: Path) -> Verdict:
         run=job.run,
         limits=task.limits,
         mounts=((programs, PROGRAMS),),
-        lifetime_s=grade.timeout_s + OUR_TIME_S,
+        lifetime_s=2 * grade.timeout_s + OUR_TIME_S,
+        image=task.image or BASE_IMAGE,
     )
     config, restored = _restored(task.repo)
-    manifest = json.dumps(_manifest(task.repo)).encode()
+    manifest = json.dumps(_manifest(task)).encode()
     staged = {"manifest.json": manifest, **{f"restore/{name}": body for name, body in restored.items()}}
     async with open_sandbox(spec) as box:
         await box.put(pack(task.repo), REPO)
         await box.commit(REPO)
         await box.put(_tar(staged), STAGE)
-        await box.put(pack(task.tests), f"{STAGE}/tests")
+        await _stage_tests(box, task)
         try:
             await box.apply(job.patch or b"", REPO)
             flags = await _tidy(box)
-            return await _test(box, job, config, flags)
+            return await RUNNERS[grade.runner](box, task, config, flags)
         except PatchUnusable as error:
             return failed(grade, MISSING, outcome="patch_unusable", detail=f"grading: {error}")
         except SandboxError:
@@ -119,7 +110,7 @@ async def _grade_once(job: Job, programs: Path) -> Verdict:
 
 
 async def _tidy(box: Sandbox) -> tuple[str, ...]:
-    argv = ["/usr/bin/python3", "-I", "-B", f"{PROGRAMS}/tidy_tree.py", REPO, STAGE]
+    argv = [PYTHON, "-I", "-B", f"{PROGRAMS}/tidy_tree.py", REPO, STAGE]
     result = await box.run(argv, env=ENVIRONMENT, cwd="/", timeout_s=OUR_TIME_S)
     if result.exit_code != 0:
         log.debug("tidy_tree ended with %s:\n%s", result.exit_code, result.log.decode(errors="replace"))
@@ -127,25 +118,18 @@ async def _tidy(box: Sandbox) -> tuple[str, ...]:
     return tuple(json.loads(result.report)["flags"])
 
 
-async def _test(box: Sandbox, job: Job, config: str, flags: tuple[str, ...]) -> Verdict:
-    key = secrets.token_hex(16)
-    own = [path.name.partition(".")[0] for path in job.task.repo.iterdir()]
-    settings = json.dumps({"root": REPO, "config": config, "own": own})
-    result = await box.run(
-        ["/usr/bin/python3", "-s", "-B", f"{PROGRAMS}/pytest_report.py", settings],
-        env={**ENVIRONMENT, "LEGORL_REPORT_KEY": key},
-        cwd=REPO,
-        timeout_s=job.task.grade.timeout_s,
-    )
-    report = read_report(result.report, key.encode())
-    log.debug(
-        "%s: exit %s, %s; its log:\n%s",
-        job.attempt_id,
-        result.exit_code,
-        report.fault,
-        result.log.decode(errors="replace"),
-    )
-    return judge(job.task.grade, report, result.exit_code, result.timed_out, flags)
+async def _stage_tests(box: Sandbox, task: Task) -> None:
+    """Put the tests aside in the sandbox, at their paths in the tree: what the test paths shall hold in the end."""
+    grade = task.grade
+    if grade.tests_at != ".":
+        await box.put(pack(task.tests), f"{STAGE}/tests/{grade.tests_at}")
+        return
+
+    def pristine(name: str) -> bool:
+        return tidy_tree.inside(name, grade.test_paths) and name not in grade.removed
+
+    await box.put(pack(task.repo, pristine), f"{STAGE}/tests")
+    await box.put(pack(task.tests), f"{STAGE}/tests")
 
 
 def _restored(repo: Path) -> tuple[str, dict[str, bytes]]:
@@ -163,13 +147,15 @@ def _restored(repo: Path) -> tuple[str, dict[str, bytes]]:
     return f"{REPO}/{name}", {**files, name: body}
 
 
-def _manifest(repo: Path) -> dict[str, object]:
+def _manifest(task: Task) -> dict[str, object]:
     """What tidy_tree.py must know of the pristine tree."""
+    repo, test_paths = task.repo, task.grade.test_paths
     files = {p.relative_to(repo).as_posix(): p for p in tidy_tree.entries(repo) if p.is_symlink() or p.is_file()}
     return {
         "steering": {name: tidy_tree.digest(p) for name, p in files.items() if tidy_tree.flag_of(p)},
         "sections": {name: tidy_tree.section(repo / name) for name in tidy_tree.SECTIONS},
-        "tests": {name: tidy_tree.digest(p) for name, p in files.items() if name.startswith("tests/")},
+        "test_paths": test_paths,
+        "tests": {name: tidy_tree.digest(p) for name, p in files.items() if tidy_tree.inside(name, test_paths)},
         "top": [p.name.partition(".")[0] for p in repo.iterdir()],
     }
 

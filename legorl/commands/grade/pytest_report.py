@@ -1,76 +1,14 @@
 """Runs inside the grading container: pytest on the hidden tests, with records that only the grader outside can check.
 
-    LEGORL_REPORT_FD=3 LEGORL_REPORT_KEY=... python3 -s -B pytest_report.py '{"root", "config", "own"}'
+    LEGORL_REPORT_FD=3 LEGORL_REPORT_KEY=... python3 -s -B pytest_report.py '{"root", "config", "own", "runs", ...}'
 
-Every record is one line on a private descriptor, `MAC {"n": ...}`: numbered, and signed with a key of this one run, so
-that a record cannot be made by who does not know the key, nor dropped, repeated or moved by anybody. The code under
-test runs in this same process and can, with enough effort, find the key in memory: see docs/grading.md. What this
-module makes hard is everything cheaper than that.
-
-It depends on the standard library and pytest only, and on nothing of legorl: the container has neither.
+Each of `runs` is a list of what pytest is given: files, folders or node ids. guarded.py says how records are kept from
+being forged. What this module makes hard is changing pytest itself from inside.
 """
 
-import hashlib
-import hmac
-import importlib.abc
-import importlib.machinery
-import json
-import os
 import sys
-from pathlib import Path
 
-# Names of modules that the graded tree may not shadow, beside the standard library's: what pytest itself is made of.
-TEST_MODULES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "attr", "attrs", "pygments")
-
-
-def start_again_without_key() -> None:
-    """Hand the key on through a pipe to a new start of this program: /proc/self/environ would keep it readable."""
-    key = os.environ.pop("LEGORL_REPORT_KEY").encode()
-    report = int(os.environ.pop("LEGORL_REPORT_FD"))
-    reader, writer = os.pipe()
-    os.write(writer, key)
-    os.close(writer)
-    for descriptor in (reader, report):
-        os.set_inheritable(descriptor, True)
-    argv = [sys.executable, "-s", "-B", __file__, sys.argv[1], str(reader), str(report)]
-    os.execv(sys.executable, argv)
-
-
-def make_sender(descriptor: int, key: bytes):
-    """Return send(record). Functions are bound here, before code under test could replace them.
-
-    Only this process sends: code under test may fork, and its child then runs the rest of pytest a second time.
-    """
-    write, dumps, new, digest, pid = os.write, json.dumps, hmac.new, hashlib.sha256, os.getpid
-    count, owner = 0, os.getpid()
-
-    def send(**record) -> None:
-        nonlocal count
-        if pid() != owner:
-            return
-        body = dumps({"n": count, **record}, separators=(",", ":")).encode()
-        line = new(key, body, digest).hexdigest()[:32].encode() + b" " + body + b"\n"
-        count += 1
-        while line:
-            line = line[write(descriptor, line) :]
-
-    return send
-
-
-class TrustedFirst(importlib.abc.MetaPathFinder):
-    """Finds the standard library and pytest where they were at the start, whatever the graded tree calls its modules.
-
-    Names that the task's own repository uses (`own`) are left to the tree.
-    """
-
-    def __init__(self, own) -> None:
-        self.path = [p for p in sys.path if p]
-        self.names = (set(sys.stdlib_module_names) | set(TEST_MODULES)) - set(own)
-
-    def find_spec(self, name, path=None, target=None):
-        if path is None and name in self.names:
-            return importlib.machinery.PathFinder.find_spec(name, self.path)
-        return None
+from guarded import guarded, open_tree, take_keys
 
 
 class Reporter:
@@ -95,7 +33,7 @@ class Reporter:
             (pytest.Session, "perform_collect"),
         ]
         self.originals = [owner.__dict__[name] for owner, name in self.places]
-        # Marked here, because importing pytest at the top would be done twice: the first start only hands on the key.
+        # Marked here: this module is imported where there is no pytest, too.
         pytest.hookimpl(hookwrapper=True, tryfirst=True)(type(self).pytest_runtest_call)
 
     def tampered(self) -> list:
@@ -135,32 +73,26 @@ class Reporter:
         return "forged" if nodeid in self.raised else "pass"
 
 
-def main() -> None:
-    if "LEGORL_REPORT_KEY" in os.environ:
-        start_again_without_key()
-    leave = os._exit
-    settings, reader, descriptor = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    key = os.read(reader, 256)
-    os.close(reader)
-    os.set_inheritable(descriptor, False)
-    send = make_sender(descriptor, key)
-    del key
-    sys.path[:] = [p for p in sys.path if Path(p) != Path(__file__).parent]
+def run_pytest(settings, arguments, send):
+    """Run pytest on `arguments` in this process; return its exit status."""
     import pytest
 
-    sys.meta_path.insert(0, TrustedFirst(settings["own"]))
-    root = settings["root"]
-    sys.path.insert(0, root)
+    open_tree(settings)
     reporter = Reporter(send)
-    options = ["-c", settings["config"], "--rootdir", root, "-o", "addopts=", "-p", "no:cacheprovider"]
-    options += ["--continue-on-collection-errors", "--color=no", "--tb=short", "-q", "tests"]
+    options = ["-c", settings["config"], "--rootdir", settings["root"], "-o", "addopts=", "-p", "no:cacheprovider"]
+    options += ["--continue-on-collection-errors", "--color=no", "--tb=short", "-q", *arguments]
     sys.argv = ["pytest"]
-    send(event="start")
     status = int(pytest.main(options, plugins=[reporter]))
     send(event="finish", status=status, tampered=reporter.tampered())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    leave(status)  # not sys.exit: threads and exit handlers of the code under test have no say in the status
+    return status
+
+
+def main():
+    keys, report, settings = take_keys()
+    import pytest  # noqa: F401  once, for every child
+
+    runs = [lambda send, run=run: run_pytest(settings, run, send) for run in settings["runs"]]
+    guarded(keys, report, runs)
 
 
 if __name__ == "__main__":

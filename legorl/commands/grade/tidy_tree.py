@@ -2,15 +2,16 @@
 
     python3 -I -B tidy_tree.py ROOT STAGE       # prints JSON on the private descriptor: {"flags": [...]}
 
-STAGE was filled before the agent's patch came: `tests/`, the hidden tests; `restore/`, pristine files that steer
-pytest; `manifest.json`, about the pristine tree: `steering` {path: sha256} of files that steer Python or pytest by
-their name, `sections` {file: text} of pytest's sections in shared configuration files, `tests` {path: sha256} of what
-already lay under tests/, `top` the names of its top-level modules.
+STAGE was filled before the agent's patch came: `tests/`, the tests at their paths in the tree; `restore/`, pristine
+files that steer pytest; `manifest.json`, about the pristine tree: `steering` {path: sha256} of files that steer Python
+or pytest by their name, `sections` {file: text} of pytest's sections in shared configuration files, `test_paths` the
+folders and files that belong to the tests, `tests` {path: sha256} of what already lay there, `top` the names of its
+top-level modules.
 
-Steering files that are not pristine are removed, tests/ is removed whole, compiled Python is removed; then what is
-staged moves into its place (a move needs no room on a disk that the patch may have filled). Shared configuration files
-stay as the agent left them: pytest is told which file to read. What was found is named as flags: evidence for people
-and for lego-inspect, not part of the verdict.
+Steering files that are not pristine are removed, the test paths are removed whole, compiled Python is removed; then
+what is staged moves into its place (a move needs no room on a disk that the patch may have filled). Shared
+configuration files stay as the agent left them: pytest is told which file to read. What was found is named as flags:
+evidence for people and for lego-inspect, not part of the verdict.
 """
 
 import hashlib
@@ -76,6 +77,26 @@ def entries(root: Path) -> "list[Path]":
     return found
 
 
+def behind_link(root: Path, path: str) -> bool:
+    """Does a folder on the way to `path` lie elsewhere?"""
+    return any((root / parent).is_symlink() for parent in list(Path(path).parents)[:-1])
+
+
+def files_at(root: Path, path: str) -> "list[Path]":
+    """Every file and link at or below `path` in the tree at `root`; no link at it or on the way to it is followed."""
+    place = root / path
+    if behind_link(root, path):
+        return []
+    if place.is_dir() and not place.is_symlink():
+        return [p for p in entries(place) if p.is_symlink() or not p.is_dir()]
+    return [place] if place.is_symlink() or place.exists() else []
+
+
+def inside(name: str, paths) -> bool:
+    """Is `name` one of `paths`, or below one?"""
+    return any(name == path or name.startswith(f"{path}/") for path in paths)
+
+
 def tidy(root: Path, manifest: dict) -> "list[str]":
     """Tidy the tree at `root`; return the flags, sorted."""
     flags = set()
@@ -83,12 +104,13 @@ def tidy(root: Path, manifest: dict) -> "list[str]":
     def there(path: Path) -> str:
         return path.relative_to(root).as_posix()
 
-    tests = root / "tests"
-    below = entries(tests) if tests.is_dir() and not tests.is_symlink() else []
-    left = {there(p): digest(p) for p in below if p.suffix != ".pyc" and (p.is_symlink() or not p.is_dir())}
-    if left != manifest["tests"] or tests.is_symlink() or tests.is_file():
+    left: dict = {}
+    for path in manifest["test_paths"]:
+        left |= {there(p): digest(p) for p in files_at(root, path) if p.suffix != ".pyc"}
+        if not behind_link(root, path):
+            remove(root / path)
+    if left != manifest["tests"]:
         flags.add("tests_touched")
-    remove(tests)
 
     for path in entries(root):
         if path.name == "__pycache__" or path.suffix in (".pyc", ".pyo"):
@@ -97,7 +119,7 @@ def tidy(root: Path, manifest: dict) -> "list[str]":
             flags.add(flag_of(path))
             remove(path)
     for name in manifest["steering"]:
-        if not name.startswith("tests/") and not (root / name).is_file():
+        if not inside(name, manifest["test_paths"]) and not (root / name).is_file():
             flags.add(flag_of(Path(name)))
 
     if {name: section(root / name) for name in SECTIONS} != manifest["sections"]:
@@ -109,23 +131,31 @@ def tidy(root: Path, manifest: dict) -> "list[str]":
     return sorted(flags)
 
 
-def settle(root: Path, stage: Path) -> None:
+def settle(root: Path, stage: Path, test_paths: "list[str]") -> None:
     """Move what is staged into the tree; nothing is written through a link that the agent left."""
     staged = stage / "restore"
     for source in [p for p in entries(staged) if p.is_file()]:
-        inner = source.relative_to(staged)
-        for folder in [root / parent for parent in inner.parents][-2::-1]:
-            if folder.is_symlink() or not folder.is_dir():
-                remove(folder)
-                folder.mkdir()
-        remove(root / inner)
-        source.replace(root / inner)
-    (stage / "tests").replace(root / "tests")
+        move(source, root, source.relative_to(staged))
+    for path in test_paths:
+        source = stage / "tests" / path
+        if source.is_symlink() or source.exists():
+            move(source, root, Path(path))
     shutil.rmtree(stage)
+
+
+def move(source: Path, root: Path, inner: Path) -> None:
+    """Move `source` to root / inner, whatever is in the way."""
+    for folder in [root / parent for parent in inner.parents][-2::-1]:
+        if folder.is_symlink() or not folder.is_dir():
+            remove(folder)
+            folder.mkdir()
+    remove(root / inner)
+    source.rename(root / inner)
 
 
 if __name__ == "__main__":
     tree, ready = Path(sys.argv[1]), Path(sys.argv[2])
-    found = tidy(tree, json.loads((ready / "manifest.json").read_text()))
-    settle(tree, ready)
+    facts = json.loads((ready / "manifest.json").read_text())
+    found = tidy(tree, facts)
+    settle(tree, ready, facts["test_paths"])
     os.write(int(os.environ["LEGORL_REPORT_FD"]), json.dumps({"flags": found}).encode())

@@ -1,14 +1,19 @@
 """From what came out of the grading container to a verdict. Pure functions; nothing here runs or trusts anything.
 
 The report is evidence from a place where the agent's code ran. It counts only if it is whole (every record signed with
-this run's key and numbered without a gap, from `start` to `finish`), and if the exit code that the sandbox saw agrees
-with it. A test that passed in a report that does not count is `unproven`.
+this run's key and numbered without a gap, from `start` to `finish`), and if the exit code that the process outside of
+the run saw agrees with it. A test that passed in a report that does not count is `unproven`.
+
+    (report,), ended = read_runs(raw, keys)
+    verdict = judge(task.grade, report, ended[0], timed_out, flags)
+    verdict = confirm(task.grade, verdict, report, {test: report of that test run alone})
 """
 
 import datetime
 import hashlib
 import hmac
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +25,7 @@ MISSING = "missing"  # no record of it: not collected, deselected, or the proces
 TIMEOUT = "timeout"  # no record of it, and the time was over
 UNPROVEN = "unproven"  # said to have passed, in a report that does not count
 FORGED = "forged"  # said to have passed, although its function raised
+NOT_ALONE = "not_alone"  # passed with the others, but not when run alone
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,9 @@ def read_report(raw: bytes, key: bytes) -> Report:
     if lines and lines[-1] == b"":
         lines.pop()
     for number, line in enumerate(lines):
-        mac, _, body = line.partition(b" ")
-        wanted = hmac.new(key, body, hashlib.sha256).hexdigest()[:32].encode()
-        if not hmac.compare_digest(mac, wanted):
+        if not _signed(line, key):
             return Report(outcomes, None, f"record {number} is not ours", tuple(sorted(tampered)))
-        record = json.loads(body)
+        record = json.loads(line.partition(b" ")[2])
         if record["n"] != number or (record["event"] == "start") != (number == 0) or status is not None:
             return Report(outcomes, None, f"record {number} is out of order", tuple(sorted(tampered)))
         if record["event"] == "test":
@@ -60,6 +64,31 @@ def read_report(raw: bytes, key: bytes) -> Report:
     elif tampered:
         fault = "pytest was tampered with"
     return Report(outcomes, status, fault, tuple(sorted(tampered)))
+
+
+def read_runs(raw: bytes, keys: Sequence[bytes]) -> tuple[list[Report], list[int | None]]:
+    """Read what one program wrote of its runs, one after the other: the report of each, and how its process ended.
+
+    keys: one a run, and last the key of the process that started the runs. The ends are its exit status, None if that
+    process did not say; then no report counts.
+    """
+    segments: list[list[bytes]] = [[] for _ in keys]
+    current = 0
+    for line in raw.removesuffix(b"\n").split(b"\n") if raw else []:
+        later = (k for k in range(current, len(keys)) if _signed(line, keys[k]))
+        current = next(later, current)
+        segments[current].append(line)
+    reports = [read_report(b"\n".join(lines), key) for lines, key in zip(segments[:-1], keys, strict=False)]
+    ends: list[int | None] = [None] * len(reports)
+    if len(segments[-1]) == 1:
+        last = json.loads(segments[-1][0].partition(b" ")[2])
+        ends[: len(last["statuses"])] = last["statuses"]
+    return reports, ends
+
+
+def _signed(line: bytes, key: bytes) -> bool:
+    mac, _, body = line.partition(b" ")
+    return hmac.compare_digest(mac, hmac.new(key, body, hashlib.sha256).hexdigest()[:32].encode())
 
 
 @dataclass(frozen=True)
@@ -103,7 +132,8 @@ def failed(grade: Grade, got: str, **fields: Any) -> Verdict:
 def judge(grade: Grade, report: Report, exit_code: int | None, timed_out: bool, flags: tuple[str, ...] = ()) -> Verdict:
     """Compare a report with the task's lists: resolved iff the report counts and every listed test passed.
 
-    A skipped, xfailed, missing, late or forged test is not a pass, in either list.
+    A skipped, xfailed, missing, late or forged test is not a pass, in either list. With the semantics `swe-bench` an
+    xfail is one, and a test of pass_to_pass that is skipped is kept.
     """
     fault = "time is over" if timed_out else report.fault
     if fault is None and exit_code != report.status:
@@ -116,14 +146,55 @@ def judge(grade: Grade, report: Report, exit_code: int | None, timed_out: bool, 
         flags += ("forged_report",)
     got = {}
     for test in (*grade.fail_to_pass, *grade.pass_to_pass):
-        outcome = report.outcomes.get(test, TIMEOUT if timed_out else MISSING)
+        outcome = outcome_of(test, report.outcomes, grade.semantics) or (TIMEOUT if timed_out else MISSING)
         got[test] = UNPROVEN if fault and outcome == PASS else outcome
     return _count(grade, got, flags=tuple(sorted(set(flags))))
 
 
+def candidates(test: str, outcomes: Mapping[str, str], semantics: str) -> list[str]:
+    """Return the recorded ids that the listed id `test` stands for.
+
+    SWE-bench took ids from a log, word by word: those with white space in their parameters were cut there.
+    """
+    if test in outcomes or semantics != "swe-bench" or "[" not in test or test.endswith("]"):
+        return [test] if test in outcomes else []
+    found = [name for name in outcomes if name.split(maxsplit=1)[0] == test]
+    return found or [name for name in outcomes if name.startswith(test)]
+
+
+def outcome_of(test: str, outcomes: Mapping[str, str], semantics: str) -> str | None:
+    """Return what `test` got, None if nothing says. A cut id got what its candidates got, if they agree, else fail."""
+    got = {outcomes[name] for name in candidates(test, outcomes, semantics)}
+    return got.pop() if len(got) == 1 else "fail" if got else None
+
+
+def confirm(grade: Grade, verdict: Verdict, report: Report, alone: Mapping[str, tuple[Report, int | None]]) -> Verdict:
+    """Return `verdict` after each test of fail_to_pass was run `alone` (report, exit code): who did not pass fails.
+
+    `report` is of the run of all; `alone` has every id recorded there that a listed test stands for.
+    """
+    got = {test: outcome for test, _, outcome in verdict.tests or ()}
+    failing = []
+    for test in grade.fail_to_pass:
+        for name in candidates(test, report.outcomes, grade.semantics):
+            single, exit_code = alone[name]
+            counts = single.fault is None and exit_code == single.status
+            if not counts or not _holds(single.outcomes.get(name, MISSING), grade.semantics, True):
+                failing.append(test)
+    if not failing:
+        return verdict
+    flags = tuple(sorted({*verdict.flags, "not_alone"}))
+    return _count(grade, got | dict.fromkeys(failing, NOT_ALONE), flags=flags)
+
+
+def _holds(outcome: str, semantics: str, forward: bool) -> bool:
+    """Is `outcome` what a test of fail_to_pass (forward) or pass_to_pass must get?"""
+    return outcome == PASS or (semantics == "swe-bench" and (outcome == "xfail" or (outcome == "skip" and not forward)))
+
+
 def _count(grade: Grade, got: dict[str, str], **fields: Any) -> Verdict:
-    forward = sum(got[t] == PASS for t in grade.fail_to_pass), len(grade.fail_to_pass)
-    kept = sum(got[t] == PASS for t in grade.pass_to_pass), len(grade.pass_to_pass)
+    forward = sum(_holds(got[t], grade.semantics, True) for t in grade.fail_to_pass), len(grade.fail_to_pass)
+    kept = sum(_holds(got[t], grade.semantics, False) for t in grade.pass_to_pass), len(grade.pass_to_pass)
     resolved = forward[0] == forward[1] and kept[0] == kept[1]
     tests = tuple((test, PASS, outcome) for test, outcome in got.items())
     return Verdict(float(resolved), resolved, forward, kept, tests, **fields)

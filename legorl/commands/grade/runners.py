@@ -1,0 +1,80 @@
+"""Run a task's tests in a grading sandbox that is ready for them, and judge what came of it.
+
+    verdict = await RUNNERS[task.grade.runner](box, task, config, flags)
+
+Which ids are expected stays here. Only when the run of all tests has passed do the ids of fail_to_pass go in, and each
+is run once more, alone, in a process of its own.
+"""
+
+import json
+import logging
+import secrets
+from typing import Any
+
+from legorl.commands.grade.verdict import Report, Verdict, candidates, confirm, judge, read_runs
+from legorl.sandbox import RunResult, Sandbox
+from legorl.task import Task
+
+REPO = "/ws/repo"
+PROGRAMS = "/opt/grade"  # where the programs that run inside are mounted, read-only
+PYTHON = "/usr/bin/python3"
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+log = logging.getLogger("legorl.grade")
+
+
+async def run_python(box: Sandbox, task: Task, config: str, flags: tuple[str, ...]) -> Verdict:
+    """Judge a task whose tests are pytest's or unittest's: a signed report of every test that ran."""
+    grade = task.grade
+    result, [report], [end] = await _reported(box, task, config, [list(grade.files)])
+    verdict = judge(grade, report, end, result.timed_out, flags)
+    if not verdict.resolved:
+        return verdict
+    names = [name for test in grade.fail_to_pass for name in candidates(test, report.outcomes, grade.semantics)]
+    _, reports, ends = await _reported(box, task, config, [[name] for name in names])
+    return confirm(grade, verdict, report, dict(zip(names, zip(reports, ends, strict=True), strict=True)))
+
+
+async def _reported(
+    box: Sandbox, task: Task, config: str, runs: list[list[str]]
+) -> tuple[RunResult, list[Report], list[int | None]]:
+    """Run the reporter on each of `runs` (what it is given); return its end, the reports and the runs' exit codes."""
+    keys = [secrets.token_hex(16) for _ in (*runs, None)]
+    result = await box.run(
+        [PYTHON, "-s", "-B", f"{PROGRAMS}/{task.grade.runner}_report.py", json.dumps(settings_of(task, config, runs))],
+        env={**ENVIRONMENT, "LEGORL_REPORT_KEY": "".join(keys)},
+        cwd=REPO,
+        timeout_s=task.grade.timeout_s,
+    )
+    reports, ends = read_runs(result.report, [key.encode() for key in keys])
+    if result.exit_code != 0:
+        ends = [None] * len(runs)
+    faults = [report.fault for report in reports if report.fault]
+    text = result.log.decode(errors="replace")
+    log.debug("%s: exit %s, runs %s, %s; the log:\n%s", task.id, result.exit_code, ends, faults, text)
+    return result, reports, ends
+
+
+def settings_of(task: Task, config: str, runs: list[list[str]]) -> dict[str, Any]:
+    """What the programs inside are told: paths and what to run, nothing of what is expected."""
+    places = [task.repo / name for name in task.grade.python_path]
+    own = {path.name.partition(".")[0] for place in places if place.is_dir() for path in place.iterdir()}
+    return {
+        "root": REPO,
+        "config": config,
+        "own": sorted(own),
+        "python_path": task.grade.python_path,
+        "runs": runs,
+    }
+
+
+RUNNERS = {"pytest": run_python, "unittest": run_python}
