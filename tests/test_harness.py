@@ -56,7 +56,7 @@ def test_every_built_in_harness_loads_with_every_preset_and_fills_every_field(na
         assert "k3y" in everything and "http://127.0.0.1:8400" in everything
         assert not [f for f in h.FIELDS if f"{{{f}}}" in everything.replace("{{task}}", "")]
         assert (loaded.digest == plain.digest) == (preset == "")
-        assert loaded.version in "".join([*loaded.install.pip, *loaded.install.npm])
+        assert loaded.install.empty or loaded.version in "".join([*loaded.install.pip, *loaded.install.npm])
 
 
 def test_files_of_the_built_in_harnesses_are_well_formed() -> None:
@@ -84,6 +84,74 @@ def test_preset_overrides_what_it_names_and_keeps_the_rest(file: Path) -> None:
     assert launch.argv == ["sh", "-c", "do it"]
     assert launch.env == {"KEY": "loud k3y", "KEEP": "1"}
     assert h.load_harness(f"{file}:loud").label == "mine:loud"
+
+
+def test_preset_overrides_protocol_and_user_agent(file: Path) -> None:
+    file.write_text(MINIMAL + 'protocol = "anthropic"\nuser_agent = "^other"\n')
+    plain, loud = h.load_harness(str(file)), h.load_harness(f"{file}:loud")
+    assert (plain.protocol, plain.user_agent) == ("openai-chat", "")
+    assert (loud.protocol, loud.user_agent) == ("anthropic", "^other")
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LEGORL_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "agent.sh"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o700)
+    return path
+
+
+def test_a_program_is_copied_for_sandboxes_and_known_by_its_content(program: Path) -> None:
+    first = h.load_harness(f"command:{program}")
+    first.check_installed()
+    first.check_installed()
+    copy = first.folder / "agent.sh"
+    assert (copy.read_text(), copy.stat().st_mode & 0o777) == ("#!/bin/sh\n", 0o755)
+    assert first.mounts == ((first.folder, "/opt/h"),) and first.label == "command:agent.sh"
+    assert first.launch(VALUES).argv == ["/opt/h/agent.sh", "do it"]
+    program.write_text("#!/bin/sh\ntrue\n")
+    second = h.load_harness(f"command:{program}")
+    assert second.folder != first.folder and second.digest != first.digest
+    assert [p.name for p in first.folder.parent.iterdir()] == [first.folder.name]
+
+
+def test_a_folder_is_a_program_if_it_holds_run(program: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "words").write_text("x")
+    (folder / "lib" / "link").symlink_to("words")
+    with pytest.raises(h.HarnessError, match="no executable file 'run'"):
+        h.load_harness(f"command:{folder}")
+    program.rename(folder / "run")
+    harness = h.load_harness(f"command:{folder}")
+    harness.check_installed()
+    assert harness.launch(VALUES).argv[0] == "/opt/h/agent/run"
+    assert (harness.folder / "agent" / "lib" / "link").readlink() == Path("words")
+    digests = {harness.digest}
+    for change in (
+        lambda: (folder / "lib" / "words").write_text("y"),
+        lambda: (folder / "lib" / "words").chmod(0o755),
+        lambda: (folder / "lib" / "words").rename(folder / "lib" / "word"),
+        lambda: (folder / "lib" / "empty").mkdir(),
+    ):
+        change()
+        digests.add(h.load_harness(f"command:{folder}").digest)
+    assert len(digests) == 5
+
+
+def test_a_program_that_cannot_run_is_named_with_what_is_wrong(program: Path, tmp_path: Path) -> None:
+    with pytest.raises(h.HarnessError, match=r"--harness command:\./agent\.sh"):
+        h.load_harness("command").check_installed()
+    with pytest.raises(h.HarnessError, match="nobody: no such file or folder"):
+        h.load_harness(f"command:{tmp_path}/nobody")
+    program.chmod(0o600)
+    with pytest.raises(h.HarnessError, match=f"run: chmod \\+x {program}"):
+        h.load_harness(f"command:{program}")
+    odd = program.rename(tmp_path / "my agent.sh")
+    odd.chmod(0o700)
+    with pytest.raises(h.HarnessError, match="may hold only"):
+        h.load_harness(f"command:{odd}")
 
 
 @given(st.text())

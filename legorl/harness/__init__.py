@@ -8,33 +8,39 @@ to install it, and how to start it against an OpenAI-like API; docs/harnesses.md
 overrides the command line, the environment or the files of the plain form.
 
 An installed harness is one folder in the cache, mounted read-only at /opt/h: `site/` (Python packages for the sandbox's
-python3), `node_modules/` and `node/bin/node`. Python packages are compiled here, because a read-only mount cannot keep
-the bytecode and some harnesses import for ten seconds without it.
+python3, or for the newer one in `python/`), `node_modules/` and `node/bin/node`. Python packages are compiled here,
+because a read-only mount cannot keep the bytecode and some harnesses import for ten seconds without it.
 """
 
 import hashlib
 import json
 import re
 import tomllib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from legorl import paths
+from legorl.harness.program import Program, ProgramError, copy_program, find_program
 
 BUILT_IN = Path(__file__).parent.parent / "harnesses"
 MOUNT = "/opt/h"
 BASE_URL = "http://127.0.0.1:8400"
 RECORD = "installed.json"
-PROTOCOLS = ("openai-chat", "openai-responses", "anthropic")
-FIELDS = ("task", "base_url", "key", "model", "home", "max_turns", "turn_tokens", "context")
+ENDING = (400, 401, 403, 404)  # answers that clients do not try again
+PROTOCOLS = ("openai-chat", "openai-responses", "anthropic", "any")
+PROGRAM = "program"  # a field: where a program of the user's lies in the sandbox
+FIELDS = ("task", "base_url", "key", "model", "home", "max_turns", "turn_tokens", "context", PROGRAM)
 # {{...}} is left to the harness's own templates; braces around anything but a field's name are JSON.
 _FIELD = re.compile(r"\{\{.*?\}\}|\{(" + "|".join(FIELDS) + r")\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEYS = {"name", "version", "protocol", "user_agent", "side_patterns", "about", "install", "run", "presets"}
+_KEYS = {
+    "name", "version", "protocol", "user_agent", "side_patterns", "spent_status", "about", "install", "run", "presets",
+}  # fmt: skip
 _RUN_KEYS = {"argv", "env", "files", "about"}
 _PRESET_KEYS = _RUN_KEYS | {"protocol", "user_agent"}
-_INSTALL_KEYS = {"pip", "npm", "node", "keep"}
+_INSTALL_KEYS = {"pip", "python", "npm", "node", "keep"}
 
 
 class HarnessError(Exception):
@@ -43,19 +49,21 @@ class HarnessError(Exception):
 
 @dataclass(frozen=True)
 class Install:
-    """What to install: exact Python packages (nothing else gets in), npm packages, the release of Node.js.
+    """What to install: exact Python packages (nothing else gets in), npm packages, releases of Python and Node.js.
 
+    python: the Python that the packages are for, if the sandbox's own is too old.
     keep: the only files that stay (path below the mount -> pattern of where npm puts it); empty: all of them.
     """
 
     pip: tuple[str, ...] = ()
+    python: str = ""
     npm: tuple[str, ...] = ()
     node: str = ""
     keep: dict[str, str] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
-        return not (self.pip or self.npm or self.node)
+        return not (self.pip or self.python or self.npm or self.node)
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Harness:
-    """A harness file with one preset applied. `label` is NAME or NAME:PRESET."""
+    """A harness file with one preset applied. `label` is NAME or NAME:PRESET.
+
+    program: the user's own, if the file starts one (`{program}`); then `preset` is its file name.
+    """
 
     name: str
     version: str
@@ -82,6 +93,8 @@ class Harness:
     argv: tuple[str, ...]
     env: dict[str, str]
     files: dict[str, str]
+    spent_status: int = 400  # HTTP status that it takes as the end, when a budget is spent
+    program: Program | None = None
 
     @property
     def label(self) -> str:
@@ -89,6 +102,8 @@ class Harness:
 
     @property
     def folder(self) -> Path:
+        if self.program:
+            return paths.cache_dir() / "harness" / f"{self.name}-{self.program.digest}"
         return paths.cache_dir() / "harness" / f"{self.name}-{self.version}"
 
     @property
@@ -101,7 +116,11 @@ class Harness:
         return {k: v for k, v in found.items() if v} == wanted(self.install)
 
     def check_installed(self) -> None:
-        """Raise HarnessError unless the harness is ready to mount."""
+        """Raise HarnessError unless the harness is ready to mount. A program of the user's is made ready here."""
+        if self.program:
+            copy_program(self.program, self.folder)
+        elif _takes_program(self.argv):
+            raise HarnessError(f"harness {self.name} needs a program to run: --harness {self.name}:./agent.sh")
         if not self.installed:
             raise HarnessError(
                 f"harness {self.name} {self.version} is not installed; "
@@ -111,11 +130,13 @@ class Harness:
     @property
     def mounts(self) -> tuple[tuple[Path, str], ...]:
         """Read-only mounts of the sandbox: (folder here, path there)."""
-        return () if self.install.empty else ((self.folder, MOUNT),)
+        return ((self.folder, MOUNT),) if self.program or not self.install.empty else ()
 
     def launch(self, values: dict[str, Any]) -> Launch:
-        """Fill in the templates. `values` gives every name of FIELDS; None becomes 0 (for limits: no limit)."""
+        """Fill in the templates. `values` gives every name of FIELDS but the program's; None becomes 0 (for limits: no
+        limit)."""
         texts = {k: "0" if v is None else str(v) for k, v in values.items()}
+        texts[PROGRAM] = f"{MOUNT}/{self.program.start}" if self.program else ""
 
         def fill(template: str) -> str:
             return _FIELD.sub(lambda found: texts[found[1]] if found[1] else found[0], template)
@@ -138,9 +159,10 @@ def built_in() -> list[str]:
 
 
 def load_harness(spec: str) -> Harness:
-    """Read the harness `spec`: NAME, NAME:PRESET, or the path of a .toml file, with :PRESET or without.
+    """Read the harness `spec`: NAME, NAME:PRESET, or the path of a .toml file, with :PRESET or without; or NAME:PATH,
+    if it runs a program of the user's.
 
-    Raises HarnessError for an unknown name or preset, or a file that is wrong.
+    Raises HarnessError for an unknown name or preset, a file that is wrong, or a program that cannot be run.
     """
     name, _, preset = spec.partition(":")
     preset = "" if preset == "default" else preset
@@ -151,11 +173,30 @@ def load_harness(spec: str) -> Harness:
     raw = path.read_bytes()
     try:
         data = tomllib.loads(raw.decode())
+        if _takes_program(data["run"].get("argv", ())):
+            return _with_program(path, data, preset, raw)
         return _build(path, data, preset, hashlib.sha256(raw + b"\0" + preset.encode()).hexdigest()[:16])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: {error}") from error
     except KeyError as error:
         raise HarnessError(f"{path}: no key {error}") from error
+
+
+def _takes_program(argv: Iterable[str]) -> bool:
+    return any(f"{{{PROGRAM}}}" in word for word in argv)
+
+
+def _with_program(path: Path, data: dict[str, Any], program: str, raw: bytes) -> Harness:
+    if not program:
+        return _build(path, data, "", hashlib.sha256(raw).hexdigest()[:16])
+    try:
+        found = find_program(Path(program))
+    except ProgramError as error:
+        raise HarnessError(str(error)) from error
+    if not _NAME.fullmatch(found.path.name):
+        raise HarnessError(f"{found.path}: its name may hold only letters, digits, '.', '_' and '-'")
+    digest = hashlib.sha256(raw + b"\0" + found.digest.encode()).hexdigest()[:16]
+    return replace(_build(path, data, "", digest), preset=found.path.name, program=found)
 
 
 def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harness:
@@ -183,6 +224,9 @@ def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harnes
             re.compile(pattern)
         except re.error as error:
             raise HarnessError(f"{path}: {pattern!r} is not a regular expression ({error})") from error
+    spent = data.get("spent_status", 400)
+    if spent not in ENDING:
+        raise HarnessError(f"{path}: spent_status {spent!r} is none of {', '.join(map(str, ENDING))}")
     base, change = data["run"], presets.get(preset, {})
     install = data.get("install", {})
     return Harness(
@@ -193,8 +237,10 @@ def _build(path: Path, data: dict[str, Any], preset: str, digest: str) -> Harnes
         digest=digest,
         user_agent=change.get("user_agent", data.get("user_agent", "")),
         side_patterns=tuple(data.get("side_patterns", ())),
+        spent_status=spent,
         install=Install(
             pip=tuple(install.get("pip", ())),
+            python=install.get("python", ""),
             npm=tuple(install.get("npm", ())),
             node=install.get("node", ""),
             keep=install.get("keep", {}),
