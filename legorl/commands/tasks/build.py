@@ -112,7 +112,7 @@ def _solutions(drafts: list[Draft]) -> list[bytes]:
     """Return each draft's solution as a git diff of its repository."""
     with tempfile.TemporaryDirectory(prefix="legorl-build-") as name:
         work = Path(name) / "work"
-        git = _Git(Path(name) / "git", work)
+        git = Git(Path(name) / "git", work)
         for draft in drafts:
             lay_out(draft.repo, work / draft.id)
         git("add", "-A", "--force")  # all is tracked at first; later, its own .gitignore counts, as for agents
@@ -133,7 +133,7 @@ def _solutions(drafts: list[Draft]) -> list[bytes]:
     return patches
 
 
-class _Git:
+class Git:
     """Git over one working tree, blind to the user's configuration and ignore files."""
 
     def __init__(self, git_dir: Path, work: Path):

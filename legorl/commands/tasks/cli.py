@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legorl.commands.tasks.import_cli import import_group
+from legorl.commands.tasks.synth_cli import synth
 from legorl.options import (
     CHECK,
     OK,
@@ -51,6 +52,7 @@ def main() -> None:
     Examples:
       lego-tasks shell --out tasks/shell --count 200 --seed 1
       lego-tasks snippets --out tasks/snippets
+      lego-tasks synth boltons-26.2.0.tar.gz --out tasks/boltons
       lego-tasks import swe-bench dev.parquet --repos clones --out tasks/dev
       lego-tasks list tasks --split train --level 0
       lego-tasks list tasks --split train | shuf -n 8 | lego-tasks check -c 2
@@ -225,5 +227,5 @@ def _folder(out: Path | None, settings: dict[str, object]) -> Iterator[Path]:
             yield out
 
 
-for each in (shell, snippets, import_group, list_tasks, check):
+for each in (shell, snippets, synth, import_group, list_tasks, check):
     main.add_command(each)

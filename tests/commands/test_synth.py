@@ -1,0 +1,189 @@
+"""lego-tasks synth: a small library of our own, packed as an sdist, becomes tasks that lego-tasks check proves."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from legorl.commands.tasks.synth_source import SourceError, unpacked
+from legorl.task import Task, load_task
+
+TASKS = [str(Path(sys.executable).with_name("lego-tasks"))]
+FILES = {
+    "PKG-INFO": "Metadata-Version: 2.1\nName: Pairs\nVersion: 1.5\n",
+    "setup.py": "import os\nos._exit(3)\n",
+    "src/pairs/__init__.py": "from pairs.core import clip, merge, span\n",
+    "src/pairs/core.py": '''
+        def span(pair):
+            """Length of a pair of ends, given in any order."""
+            low, high = pair
+            if low > high:
+                low, high = high, low
+            return high - low
+
+
+        def clip(value, low, high):
+            if value < low:
+                return low
+            if value > high:
+                return high
+            return value
+
+
+        def merge(pairs):
+            merged = []
+            for low, high in sorted(pairs):
+                if merged and low <= merged[-1][1]:
+                    merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+                else:
+                    merged.append((low, high))
+            return merged
+
+
+        def untested(a, b):
+            return a + b if a > b else a - b
+        ''',
+    "tests/data/pairs.txt": "1 5\n7 3\n",
+    "tests/test_core.py": """
+        import itertools
+        from pathlib import Path
+
+        import pytest
+        from pairs import clip, merge, span
+
+        DATA = Path(__file__).parent / "data" / "pairs.txt"
+
+        def test_span_of_data():
+            assert [span(map(int, line.split())) for line in DATA.read_text().splitlines()] == [4, 4]
+
+        @pytest.mark.parametrize("value, wanted", [(0, 1), (2, 2), (9, 5), (1, 1), (5, 5)])
+        def test_clip(value, wanted):
+            assert clip(value, 1, 5) == wanted
+
+        def test_merge_of_nothing():
+            assert merge([]) == []
+
+        def test_merge_keeps_what_is_apart():
+            assert merge([(4, 5), (1, 2)]) == [(1, 2), (4, 5)]
+
+        def test_merge_joins():
+            assert merge([(1, 3), (2, 5), (3, 4), (5, 6)]) == [(1, 6)]
+
+        def test_fails_as_it_comes():
+            assert span((1, 2)) == 3
+
+        def test_that_is_flaky():
+            flag = Path("/tmp/ran")
+            assert not flag.exists() and not flag.write_text("")
+        """,
+    "tests/test_needs_more.py": "import no_such_library\n",
+}
+
+
+def sdist(folder: Path, files: dict[str, str] = FILES) -> Path:
+    tree = folder / "pairs-1.5"
+    for name, text in files.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(textwrap.dedent(text).lstrip("\n"))
+    path = folder / "pairs-1.5.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(tree, tree.name)
+    return path
+
+
+def lego_tasks(*argv: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TASKS, *map(str, argv)], input=stdin, capture_output=True, text=True, env={**os.environ})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Task], str]:
+    """The sdist, the tasks that were made of it, and what the command said."""
+    folder = tmp_path_factory.mktemp("synth")
+    source = sdist(folder)
+    done = lego_tasks("synth", source, "--out", folder / "set", "--count", 6, "--seed", 3, "--heldout", "pairs")
+    assert done.returncode == 0, done.stderr
+    return source, [load_task(path) for path in done.stdout.splitlines()], done.stderr
+
+
+@pytest.mark.podman
+def test_a_task_holds_a_bug_that_only_its_solution_tells(made: tuple[Path, list[Task], str], tmp_path: Path) -> None:
+    _, tasks, _ = made
+    assert len(tasks) == 6 and len({task.id for task in tasks}) == 6
+    clean = (sdist(tmp_path).parent / "pairs-1.5/src/pairs/core.py").read_text()
+    for task in tasks:
+        assert (task.family, task.split, task.labels["library"]) == ("synth", "heldout", "pairs")
+        broken = task.repo / "src/pairs/core.py"
+        assert broken.read_text() != clean
+        assert not (task.repo / "tests").exists() and (task.tests / "tests/data/pairs.txt").is_file()
+        copy = tmp_path / task.id
+        (copy / "src/pairs").mkdir(parents=True)
+        (copy / "src/pairs/core.py").write_bytes(broken.read_bytes())
+        subprocess.run(["git", "apply", task.path / "solution.patch"], cwd=copy, check=True)
+        assert (copy / "src/pairs/core.py").read_text() == clean
+        assert task.labels["target"] != "untested"  # no test would notice
+        for word in ("core.py", task.kind, "test_"):
+            assert word not in task.instruction
+        listed = {*task.grade.fail_to_pass, *task.grade.pass_to_pass}
+        assert "tests/test_core.py::test_merge_of_nothing" in listed
+        assert not any("flaky" in test or "as_it_comes" in test for test in listed)
+
+
+@pytest.mark.podman
+def test_lego_tasks_check_proves_a_task_both_ways(made: tuple[Path, list[Task], str]) -> None:
+    _, tasks, _ = made
+    done = lego_tasks("check", tasks[0].path)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.podman
+def test_run_again_it_gives_the_same_tasks_from_its_notes(made: tuple[Path, list[Task], str]) -> None:
+    source, tasks, said = made
+    out = tasks[0].path.parent
+    notes = {path: path.read_bytes() for path in (out / ".synth").iterdir()}
+    done = lego_tasks("synth", source, "--out", out, "--count", 6, "--seed", 3, "--heldout", "pairs")
+    assert (done.returncode, done.stdout.splitlines()) == (0, [str(task.path) for task in tasks]), done.stderr
+    assert {path: path.read_bytes() for path in (out / ".synth").iterdir()} == notes
+    assert "clean run" in said and "clean run" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"PKG-INFO": "Name: a\nVersion: 1\n", "a/__init__.py": ""}, "brings no tests"),
+        ({"README": "", "tests/test_a.py": ""}, "no Python package"),
+        ({"src/pluggy/__init__.py": "", "tests/test_a.py": ""}, "pytest itself runs on pluggy"),
+    ],
+)
+def test_a_source_that_cannot_be_used_says_why(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    with pytest.raises(SourceError, match=words), unpacked(sdist(tmp_path, files)):
+        pass
+
+
+def test_a_broken_archive_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x-1.tar.gz").write_bytes(b"no archive")
+    done = lego_tasks("synth", tmp_path / "x-1.tar.gz", "--out", tmp_path / "set")
+    assert done.returncode == 1 and "cannot be unpacked" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
+    evil = tmp_path / "evil-1.tar.gz"
+    (tmp_path / "x").write_text("x")
+    with tarfile.open(evil, "w:gz") as archive:
+        archive.add(tmp_path / "x", "evil-1/../../escaped")
+    with pytest.raises(SourceError, match="cannot be unpacked"), unpacked(evil):
+        pass
+
+
+def test_a_git_repository_counts_by_its_tracked_files(tmp_path: Path) -> None:
+    tree = sdist(tmp_path).parent / "pairs-1.5"
+    (tree / "src/pairs/later.py").write_text("x = 1\n")
+    for argv in (["init", "-q"], ["add", "setup.py", "src/pairs/core.py", "src/pairs/__init__.py", "tests"]):
+        subprocess.run(["git", *argv], cwd=tree, check=True)
+    with unpacked(tree) as library:
+        assert library.sources == ("src/pairs/__init__.py", "src/pairs/core.py")
+        assert library.python_path == ("src", ".") and library.test_paths == ("tests",)
+        assert (library.name, library.version) == ("pairs", "1.5")
