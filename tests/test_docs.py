@@ -98,16 +98,25 @@ def calls(text):
             yield found[1], words
 
 
+def flags_of(one):
+    return {flag for param in one.params for flag in [*param.opts, *param.secondary_opts]}
+
+
+def below(one):
+    """The command and all its sub-commands."""
+    yield one
+    for each in getattr(one, "commands", {}).values():
+        yield from below(each)
+
+
 def wrong_options(name, words):
-    """The options among `words` that the command (or its sub-command) does not have."""
+    """The options among `words` that the command (and its sub-commands in them) does not have."""
     one = main_of(name)
-    known = {flag for param in one.params for flag in [*param.opts, *param.secondary_opts]}
-    if isinstance(one, click.Group):
-        for word in words:
-            if word in one.commands:
-                known |= {flag for param in one.commands[word].params for flag in [*param.opts, *param.secondary_opts]}
-                break
-    known |= {"-h", "--help"}
+    known = {"-h", "--help"} | flags_of(one)
+    for word in words:
+        if isinstance(one, click.Group) and word in one.commands:
+            one = one.commands[word]
+            known |= flags_of(one)
     return [word for word in words if re.match(r"--[a-z]", word) and word.split("=")[0] not in known]
 
 
@@ -123,17 +132,15 @@ def test_commands_and_options_in_the_docs_exist(path):
 def test_options_named_in_the_docs_exist_somewhere(path):
     known = {"--help", "--version"}
     for name in COMMANDS:
-        one = main_of(name)
-        for each in (one, *getattr(one, "commands", {}).values()):
-            known |= {flag for param in each.params for flag in [*param.opts, *param.secondary_opts]}
+        for each in below(main_of(name)):
+            known |= flags_of(each)
     for found in re.finditer(r"`(--[a-z][a-z-]*)", path.read_text()):
         assert found[1] in known, f"{path.name}: {found[1]}"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_in_the_help_have_real_options(name):
-    one = main_of(name)
-    for each in (one, *getattr(one, "commands", {}).values()):
+    for each in below(main_of(name)):
         found = list(calls(each.help or ""))
         assert found, each.name
         for other, words in found:
