@@ -23,7 +23,7 @@ from legorl.commands.serve.delivery import Failure, failure_of
 from legorl.commands.serve.messages import BadRequest, mend
 from legorl.commands.serve.server import Server
 from legorl.commands.serve.session import Session
-from legorl.commands.serve.turn import Request, Turn, reject_unanswerable
+from legorl.commands.serve.turn import Cut, Request, Turn, reject_unanswerable
 
 MAX_BODY = 32 << 20  # bytes
 NO_BUFFER = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -84,6 +84,8 @@ def harness_app(server: Server) -> Starlette:
                 async for _piece in turn.follow():
                     pass
                 return _Delivered(turn, wire.reply(turn, asked, server.name), request, ids)
+            except Cut:
+                return StreamingResponse(_broken_off(), media_type="application/json")
             except Exception as error:
                 return _failed(error, wire)
 
@@ -145,6 +147,12 @@ async def _deliver(events: AsyncIterator[bytes], turn: Turn, request: HttpReques
         return  # the status line is out already: the stream itself has said what happened
     # Sending to a client that went away does not fail, so ask.
     turn.delivered = turn.delivered or not await request.is_disconnected()
+
+
+async def _broken_off() -> AsyncIterator[bytes]:
+    """The beginning of a body; the connection is closed behind it."""
+    yield b'{"id": '
+    raise Cut
 
 
 def _identified(asked: Request, request: HttpRequest) -> Request:

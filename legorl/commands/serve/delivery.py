@@ -12,7 +12,7 @@ from typing import Any
 
 from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.detokenize import overlap
-from legorl.commands.serve.engine import ContextOverflow, EngineError
+from legorl.commands.serve.engine import ContextOverflow, EngineError, Refused
 from legorl.commands.serve.messages import BadRequest
 from legorl.commands.serve.session import BudgetSpent, SessionClosed, TooManyAtOnce
 from legorl.commands.serve.turn import Turn
@@ -49,6 +49,9 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure(400, "budget", str(error), "session_budget_spent")
     if isinstance(error, TooManyAtOnce):
         return Failure(429, "busy", str(error), "rate_limit_exceeded")
+    if isinstance(error, Refused):
+        kind, code = ("busy", "rate_limit_exceeded") if error.status == 429 else ("engine", "engine_error")
+        return Failure(error.status, kind, str(error), code)
     if isinstance(error, SessionClosed):
         return Failure(401, "key", "this session is closed", "invalid_api_key")
     if isinstance(error, EngineError):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from legorl import tree
+
 
 class EngineError(Exception):
     """The engine failed; sessions that depend on it are lost (blame infra)."""
@@ -24,6 +26,14 @@ class ContextOverflow(Exception):
             "Reduce the length of the messages."
         )
         self.prompt, self.context = prompt, context
+
+
+class Refused(Exception):
+    """The request is turned away before anything was sampled; trying again may help. `status`: 429 or 500."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
 
 
 class Unsupported(Exception):
@@ -48,6 +58,18 @@ class Sampling:
         return "full" if self.top_p >= 1 else "top_p"
 
 
+@dataclass(frozen=True)
+class Ask:
+    """A new turn that is about to be sampled: what is asked, and its place in the tree of its session's attempt."""
+
+    request_id: str
+    attempt_id: str
+    messages: list[dict[str, Any]]  # canonical, the whole conversation
+    node: tree.Node
+    prompt_ids: Any  # int32 array
+    sampling: Sampling
+
+
 @dataclass
 class Delta:
     """Newly sampled tokens. `finish` is set on the last delta: stop (end token or stop string), length or abort."""
@@ -58,6 +80,7 @@ class Delta:
     finish: str | None = None
     cached_tokens: int | None = None  # prompt tokens that came from the prefix cache; on the first delta
     support: str | None = None  # where the engine knows better than the request
+    cut: bool = False  # a fault that a script asks for: who waits for this answer loses the connection here, once
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,9 @@ class Engine(Protocol):
     failure: str | None  # why it can sample no more; the server then stops
 
     def info(self) -> EngineInfo: ...
+
+    def admit(self, ask: Ask) -> None:
+        """Told of each turn before it is recorded. Raises ContextOverflow or Refused to turn it away, unrecorded."""
 
     def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]: ...
 

@@ -20,7 +20,7 @@ from typing import Any
 from legorl import tree
 from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.detokenize import Detokenizer
-from legorl.commands.serve.engine import ContextOverflow, Engine, EngineError, Sampling
+from legorl.commands.serve.engine import Ask, ContextOverflow, Engine, EngineError, Sampling
 from legorl.commands.serve.messages import Message, call_ids, digest, message_key, same_answer
 from legorl.commands.serve.render import Template
 from legorl.commands.serve.turn import Request, Turn, row
@@ -71,7 +71,7 @@ class Session:
     def open_turn(self, request: Request) -> Turn:
         """Find the request's place and return the turn that answers it: a recorded one, or a new one (not sampled yet).
 
-        Raises BudgetSpent, BadRequest, ContextOverflow, TooManyAtOnce, SessionClosed.
+        Raises BudgetSpent, BadRequest, ContextOverflow, Refused, TooManyAtOnce, SessionClosed: nothing is recorded.
         """
         if self.closed:
             raise SessionClosed
@@ -95,13 +95,15 @@ class Session:
             self.overflow = True
             raise ContextOverflow(len(prompt), self._engine.info().context)
         node = tree.Node(index, parent, prefix_len, prompt[prefix_len:], tree.ids([]))
+        sampling = self._sampling(request, index, resample, limit)
+        self._admit(Ask(f"{self.id}/{index}", self.request.attempt_id, request.messages, node, prompt, sampling))
         tools_digest = digest(request.tools)
         turn = Turn(
             node=node,
-            cause=self._cause(request, base, parent, prefix_len, resample),
+            cause="retry" if known and not resample else self._cause(request, base, parent, prefix_len, resample),
             request=request,
             digest=chain,
-            sampling=self._sampling(request, index, resample, limit),
+            sampling=sampling,
             new_messages=request.messages[at + 1 :] if base else request.messages,
             tools_changed=tools_digest != self._last_tools,
             foreign=bool(self._agent and not self._agent.search(request.user_agent)),
@@ -114,6 +116,13 @@ class Session:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return turn
+
+    def _admit(self, ask: Ask) -> None:
+        try:
+            self._engine.admit(ask)
+        except ContextOverflow:
+            self.overflow = True
+            raise ContextOverflow(len(ask.prompt_ids), self._engine.info().context) from None
 
     def count(self, request: Request) -> int:
         """Return how many prompt tokens the request would have now. Nothing is recorded."""
@@ -222,6 +231,8 @@ class Session:
                 turn.ids += delta.ids
                 turn.logprobs += delta.logprobs
                 turn.support = delta.support or turn.support
+                if delta.cut:
+                    turn.cut_at = len(turn.pieces)
                 self._note_version(turn, delta.version, len(delta.ids))
                 if delta.cached_tokens is not None and turn.cached_tokens is None:
                     turn.cached_tokens = delta.cached_tokens

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from legorl.commands.serve.engine import ContextOverflow, Delta, EngineInfo, Sampling
+from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineInfo, Sampling
 
 
 class TorchEngine:
@@ -36,6 +36,9 @@ class TorchEngine:
 
     def info(self) -> EngineInfo:
         return EngineInfo("torch", self._context)
+
+    def admit(self, ask: Ask) -> None:
+        pass
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]:
         if len(prompt_ids) >= self._context:

@@ -14,6 +14,10 @@ from legorl.commands.serve.engine import Sampling
 from legorl.commands.serve.messages import BadRequest, Message
 
 
+class Cut(Exception):
+    """The connection is to be closed in the middle of the answer: a script asked for this fault."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One model request, whatever protocol it came in by."""
@@ -62,6 +66,7 @@ class Turn:
     decode_s: float | None = None
     cached_tokens: int | None = None
     drops: list[dict[str, Any]] = field(default_factory=list)
+    cut_at: int | None = None  # who waits for this answer loses the connection behind so many pieces, once
     moved: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
@@ -89,9 +94,12 @@ class Turn:
                     idle = True
             if idle:
                 yield ""
-            while sent < len(self.pieces):
+            while sent < len(self.pieces) and sent != self.cut_at:
                 yield self.pieces[sent]
                 sent += 1
+            if sent == self.cut_at:
+                self.cut_at = None
+                raise Cut
             if self.done:
                 if self.error:
                     raise self.error

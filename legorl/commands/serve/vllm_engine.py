@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from legorl.commands.serve.engine import ContextOverflow, Delta, EngineError, EngineInfo, Sampling, Unsupported
+from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineError, EngineInfo, Sampling, Unsupported
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -169,6 +169,9 @@ class VllmEngine:
 
         self._commands.put(work)
         return await done
+
+    def admit(self, ask: Ask) -> None:
+        pass
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]:
         from vllm import SamplingParams
