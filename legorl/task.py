@@ -43,6 +43,25 @@ TASK_FORMAT = "task/1"
 SPLITS = ("train", "dev", "heldout", "unseen")
 RUNNERS = ("pytest", "unittest", "script", "log")
 SEMANTICS = ("strict", "swe-bench")
+# Parsers of test logs, by SWE-bench's names, for tasks whose runner is `log`.
+LOG_PARSERS = tuple(
+    f"parse_log_{name}"
+    for name in (
+        *(
+            "pytest",
+            "pytest_options",
+            "pytest_v2",
+            "astroid",
+            "astropy",
+            "django",
+            "flask",
+            "marshmallow",
+            "matplotlib",
+        ),
+        *("pvlib", "pydicom", "pylint", "pyvista", "requests", "scikit", "seaborn", "sphinx", "sqlfluff", "sympy"),
+        "xarray",
+    )
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -176,6 +195,10 @@ def load_task(path: Path | str) -> Task:
         raise TaskError(f"{path}/task.toml: runner {task.grade.runner!r} is none of {', '.join(RUNNERS)}")
     if task.grade.semantics not in SEMANTICS:
         raise TaskError(f"{path}/task.toml: semantics {task.grade.semantics!r} is none of {', '.join(SEMANTICS)}")
+    if task.grade.runner in ("script", "log") and not task.grade.command:
+        raise TaskError(f"{path}/task.toml: runner {task.grade.runner!r} needs grade.command, the words of a command")
+    if task.grade.runner == "log" and task.grade.parser not in LOG_PARSERS:
+        raise TaskError(f"{path}/task.toml: parser {task.grade.parser!r} is none of {', '.join(LOG_PARSERS)}")
     for name in (*task.grade.test_paths, *task.grade.files, *task.grade.removed, *task.grade.python_path):
         if name.startswith("/") or ".." in name.split("/"):
             raise TaskError(f"{path}/task.toml: {name!r} leaves the repository")

@@ -157,8 +157,8 @@ class _Grading:
                 await self._ensure_ready(job.task.limits)
                 verdict = await grading.grade(job, self.programs, self.retries)
             changes = rows.changes_of(verdict, GRADER)
-        self.resolved += changes.get("reward") == 1.0
-        self.unresolved += changes.get("reward") == 0.0
+        self.resolved += changes.get("resolved") is True
+        self.unresolved += changes.get("resolved") is False
         self.lost += changes.get("reward") is None
         self.bar.update()
         return changes

@@ -35,7 +35,7 @@ from legorl.sandbox import (
 from legorl.task import Task, pack
 
 STAGE = "/ws/grade"
-INSIDE = ("guarded.py", "pytest_report.py", "tidy_tree.py")
+INSIDE = ("guarded.py", "pytest_report.py", "unittest_report.py", "script_report.py", "tidy_tree.py")
 OUR_TIME_S = 90.0  # for everything in the sandbox but the tests; more than ten times what a loaded machine needs
 CONFIGS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")  # in pytest's own order
 

@@ -9,9 +9,24 @@ is run once more, alone, in a process of its own.
 import json
 import logging
 import secrets
+from dataclasses import replace
 from typing import Any
 
-from legorl.commands.grade.verdict import Report, Verdict, candidates, confirm, judge, read_runs
+from legorl.commands.grade.log_parsers import parse
+from legorl.commands.grade.verdict import (
+    MISSING,
+    PASS,
+    TIMEOUT,
+    UNPROVEN,
+    Report,
+    Verdict,
+    candidates,
+    confirm,
+    failed,
+    judge,
+    read_runs,
+    read_script,
+)
 from legorl.sandbox import RunResult, Sandbox
 from legorl.task import Task
 
@@ -28,6 +43,8 @@ ENVIRONMENT = {
     "PYTHONNOUSERSITE": "1",
     "PYTHONHASHSEED": "0",
 }
+
+LOG_LIMIT = 8 << 20  # bytes at the end of a log that is parsed
 
 log = logging.getLogger("legorl.grade")
 
@@ -77,4 +94,49 @@ def settings_of(task: Task, config: str, runs: list[list[str]]) -> dict[str, Any
     }
 
 
-RUNNERS = {"pytest": run_python, "unittest": run_python}
+async def run_script(box: Sandbox, task: Task, config: str, flags: tuple[str, ...]) -> Verdict:
+    """Judge a task by how its script ended, or by the reward that the script left (column reward; resolved from 1 on).
+
+    A script that leaves processes running could have had its reward changed by one of them: it fails.
+    """
+    grade, key = task.grade, secrets.token_hex(16)
+    settings = {"root": REPO, "command": grade.command, "reward_file": grade.reward_file}
+    result = await box.run(
+        [PYTHON, "-s", "-B", f"{PROGRAMS}/script_report.py", json.dumps(settings)],
+        env={**ENVIRONMENT, "LEGORL_REPORT_KEY": key},
+        cwd=REPO,
+        timeout_s=grade.timeout_s,
+    )
+    log.debug("%s: exit %s; the log:\n%s", task.id, result.exit_code, result.log.decode(errors="replace"))
+    record = read_script(result.report, key.encode())
+    if record is None or result.timed_out:
+        return failed(grade, TIMEOUT if result.timed_out else MISSING, flags=flags)
+    if record["left"]:
+        return failed(grade, UNPROVEN, flags=tuple(sorted({*flags, "left_running"})))
+    if not grade.reward_file:
+        return failed(grade, PASS if record["status"] == 0 else "fail", flags=flags)
+    if "reward" not in record:
+        log.info("%s: %s", task.id, record["fault"])
+        locked = ("reward_locked",) if "locked" in record["fault"] else ()
+        return failed(grade, MISSING, flags=tuple(sorted({*flags, *locked})))
+    verdict = failed(grade, PASS if record["reward"] >= 1 else "fail", flags=flags)
+    return replace(verdict, reward=float(record["reward"]))
+
+
+async def run_log(box: Sandbox, task: Task, config: str, flags: tuple[str, ...]) -> Verdict:
+    """Judge a task by the log of its command: only for those of which nothing better can be had.
+
+    A log without a failure and an exit code that is not 0 contradict each other: nothing in it counts then.
+    """
+    grade = task.grade
+    result = await box.run(
+        list(grade.command), env=ENVIRONMENT, cwd=REPO, log_limit=LOG_LIMIT, timeout_s=grade.timeout_s
+    )
+    outcomes = parse(grade.parser, result.log.decode(errors="replace"))
+    clean = not {"fail", "error"} & set(outcomes.values())
+    status = result.exit_code if clean or result.exit_code is None else 0
+    report = Report(outcomes, 0, None)
+    return judge(grade, report, status, result.timed_out, flags)
+
+
+RUNNERS = {"pytest": run_python, "unittest": run_python, "script": run_script, "log": run_log}

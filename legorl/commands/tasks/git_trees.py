@@ -127,7 +127,8 @@ class Trees:
     def without(self, tree: str, paths: list[bytes]) -> str:
         """Return `tree` without the files `paths`."""
         self._git("read-tree", tree)
-        self._git("update-index", "--force-remove", "-z", "--stdin", feed=b"".join(path + b"\0" for path in paths))
+        gone = b"".join(b"0 " + b"0" * 40 + b"\t" + path + b"\0" for path in paths)
+        self._git("update-index", "-z", "--index-info", feed=gone)
         return self._git("write-tree").decode().strip()
 
     def diff(self, before: str, after: str, paths: list[bytes] | None = None) -> bytes:

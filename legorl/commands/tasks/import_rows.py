@@ -20,6 +20,7 @@ from typing import Any
 from legorl.commands.tasks.folders import Skip, task_id
 from legorl.commands.tasks.git_trees import GitError, Trees
 from legorl.commands.tasks.import_trees import Options, Triple, write_trees
+from legorl.task import LOG_PARSERS
 
 _NODE = re.compile(r"[^\s:]+\.py(::.+)?$", re.S)
 _SMITH = re.compile(r"^(?P<repo>[\w.-]+?__[\w.-]+?)\.(?P<commit>[0-9a-f]{8})\.\w+")
@@ -168,7 +169,29 @@ def write_row(row: Row, trees: Trees, options: Options, folder: Path) -> None:
 
 
 def runner_of(row: Row) -> dict[str, Any]:
-    """Return how the tests of `row` are run: pytest where every id is one of pytest's. Raises Skip otherwise."""
+    """Return how the tests of `row` are run: by pytest where every id is one of pytest's, else by its own script.
+
+    The latter gives nothing but a log. Raises Skip where the row does not even say how to get one and read it.
+    """
     if all(_NODE.match(test) for test in (*row.fail_to_pass, *row.pass_to_pass)):
         return {"runner": "pytest"}
-    raise Skip("its tests are not pytest's", f"{row.fail_to_pass[0]!r}, parser {row.log_parser or 'not named'}")
+    command = test_command(row.eval_script)
+    if row.log_parser not in LOG_PARSERS or not command:
+        raise Skip("its tests are not pytest's", f"{row.fail_to_pass[0]!r}, parser {row.log_parser or 'not named'}")
+    if row.eval_type not in ("", "pass_and_fail"):
+        raise Skip("absent tests count as passed", f"eval_type {row.eval_type}")
+    return {"runner": "log", "command": ["bash", "-c", command], "parser": row.log_parser, "files": []}
+
+
+def test_command(eval_script: str) -> str:
+    """Return the commands between an eval script's two markers, after those that enter its environment; "" if none.
+
+    What else the script does (fetch, install, apply the test patch, reset files) is done elsewhere, or needs a network.
+    """
+    before, start, rest = eval_script.partition(">>>>> Start Test Output")
+    body, end, _ = rest.partition(">>>>> End Test Output")
+    if not (start and end):
+        return ""
+    entering = [line for line in before.splitlines() if re.match(r"(source|conda activate|\. |export )", line.strip())]
+    tests = body.splitlines()[1:-1]  # the rest of the first marker's line, the beginning of the second's
+    return "\n".join([*dict.fromkeys(entering), *tests]).strip() if any(line.strip() for line in tests) else ""

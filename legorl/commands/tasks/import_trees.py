@@ -77,7 +77,7 @@ def write_trees(
         "python_path": python_path(names),
         **fields["grade"],
     }
-    if not grade["files"]:
+    if grade["runner"] == "pytest" and not grade["files"]:
         raise Skip("none of its tests' files is in the tree", repr(tests[0]))
     sandbox = sandbox_limits(size, options.memory_mb) | ({"image": fields["image"]} if fields["image"] else {})
     table = {
