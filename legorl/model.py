@@ -132,6 +132,11 @@ def _hooked(modules: Iterable[Any], see: Callable[[int, Any], None]) -> Iterator
             handle.remove()
 
 
+def is_sparse(config: Any) -> bool:
+    """Whether a transformers configuration is one of a mixture of experts."""
+    return any(getattr(config.get_text_config(), name, None) for name in EXPERT_COUNTS)
+
+
 def find_routers(model: Any) -> Routers | None:
     """Return the routers of `model`, None if it is dense.
 
@@ -141,8 +146,7 @@ def find_routers(model: Any) -> Routers | None:
     """
     import torch
 
-    config = model.config.get_text_config()
-    if not any(getattr(config, name, None) for name in EXPERT_COUNTS):
+    if not is_sparse(model.config):
         return None
     kind = type(model).__name__
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")

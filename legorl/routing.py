@@ -55,11 +55,13 @@ def pack(shape: Shape, span: range, pieces: Iterable[tuple[int, np.ndarray]]) ->
     """
     data = np.zeros((len(span), shape.layers, shape.topk), shape.dtype)
     valid = np.zeros(len(span), np.uint8)
+    pieces = list(pieces)
+    for shapes in {rows.shape[1:] for _, rows in pieces} - {data.shape[1:]}:
+        raise RoutingError(f"rows of {shapes} experts from a model of {data.shape[1:]}")
+    every = np.concatenate([rows for _, rows in pieces]) if pieces else data
+    if every.size and not 0 <= int(every.min()) <= int(every.max()) < shape.experts:
+        raise RoutingError(f"an expert outside 0 to {shape.experts - 1} from the engine")
     for start, rows in pieces:
-        if rows.shape[1:] != data.shape[1:]:
-            raise RoutingError(f"rows of {rows.shape[1:]} experts from a model of {data.shape[1:]}")
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < shape.experts:
-            raise RoutingError(f"an expert outside 0 to {shape.experts - 1} from the engine")
         first, last = max(start, span.start), min(start + len(rows), span.stop)
         if first < last:
             data[first - span.start : last - span.start] = rows[first - start : last - start]

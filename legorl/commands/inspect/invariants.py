@@ -106,7 +106,7 @@ def _repeated(turns: list[dict[str, Any]]) -> Found:
 def _routing_fault(turn: dict[str, Any]) -> str | None:
     """What is wrong with the routing record of a turn whose attempt has some."""
     if turn["routing"] is None:
-        return "no routing record, though other turns of the attempt have one"
+        return "no routing record, though other turns of the attempt have one" if turn["completion_ids"] else None
     rows = routing.wanted_rows(turn)
     if turn["routing"]["rows"] != rows:
         return f"{turn['routing']['rows']} rows of routing for {rows} input positions"
