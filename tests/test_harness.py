@@ -51,9 +51,8 @@ def test_every_built_in_harness_loads_with_every_preset_and_fills_every_field(na
     for preset in ["", *presets]:
         loaded = h.load_harness(f"{name}:{preset}" if preset else name)
         launch = loaded.launch(VALUES)
-        assert "do it" in launch.argv
         everything = json.dumps([launch.argv, launch.env, launch.files])
-        assert "k3y" in everything and "http://127.0.0.1:8400" in everything
+        assert "do it" in everything and "k3y" in everything and "http://127.0.0.1:8400" in everything
         assert not [f for f in h.FIELDS if f"{{{f}}}" in everything.replace("{{task}}", "")]
         assert (loaded.digest == plain.digest) == (preset == "")
         assert loaded.install.empty or loaded.version in "".join([*loaded.install.pip, *loaded.install.npm])
@@ -73,6 +72,20 @@ def test_the_documented_example_is_a_harness(tmp_path: Path) -> None:
     launch = h.load_harness(str(tmp_path / "loop.toml")).launch(VALUES)
     assert launch.argv[1] == "/home/agent/loop.py"
     compile(launch.files["/home/agent/loop.py"], "loop.py", "exec")
+
+
+def test_the_docs_list_every_harness_with_its_release_and_presets() -> None:
+    import tomllib
+
+    text = (Path(__file__).parents[1] / "docs" / "harnesses.md").read_text()
+    table = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 7}
+    assert sorted(table) == h.built_in()
+    for name, line in table.items():
+        data = tomllib.loads((h.BUILT_IN / f"{name}.toml").read_text())
+        assert name == "command" or f"| {data['version']} " in line
+        assert not [preset for preset in data.get("presets", {}) if f"`{preset}`" not in line], name
+    keys = {*h._KEYS, *(f"install.{k}" for k in h._INSTALL_KEYS)} - {"install", "run", "presets"}
+    assert not [key for key in keys if f"`{key}`" not in text and f"\n{key} = " not in text]
 
 
 def test_default_is_the_plain_preset() -> None:

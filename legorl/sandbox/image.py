@@ -53,7 +53,7 @@ async def _bootstrap(rootfs: Path) -> None:
     if shutil.which("mmdebstrap") is None:
         raise SandboxError("mmdebstrap is not installed: run `make setup` (or apt-get install mmdebstrap)")
     suite = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
-    sources = distribution_sources(suite, _apt_texts())
+    sources = distribution_sources(suite, apt_texts())
     if not sources:
         raise SandboxError(f"/etc/apt has no distribution source for {suite!r} to build the base image from")
     with tempfile.TemporaryDirectory(prefix="legorl-image-") as scratch:
@@ -79,7 +79,7 @@ async def _bootstrap(rootfs: Path) -> None:
     part.rename(rootfs)
 
 
-def _apt_texts() -> list[tuple[str, str]]:
+def apt_texts() -> list[tuple[str, str]]:
     folder = Path("/etc/apt/sources.list.d")
     files = [Path("/etc/apt/sources.list"), *sorted(folder.glob("*.list")), *sorted(folder.glob("*.sources"))]
     return [(file.suffix, file.read_text()) for file in files if file.exists()]
