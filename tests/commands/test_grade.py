@@ -4,23 +4,21 @@ All attempts at one task are graded in one run, because a container costs a seco
 """
 
 import asyncio
+import importlib
 import os
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from builders import shard, trajectory
+from builders import shard
+from grading import GRADE, attempt, grade, make_patch, rows_of, write_tree
 
 from legorl import shards
 from legorl.sandbox.podman import podman
-from legorl.task import load_task
 
 pytestmark = pytest.mark.podman
 
-GRADE = [str(Path(sys.executable).with_name("lego-grade"))]
 REPO = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return a * b\n",
     "pkg/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef two():\n    return 2\n",
@@ -35,6 +33,13 @@ TESTS = {
         def test_add():
             assert add(2, 2) == 4
 
+        def test_add_others():
+            assert add(10, 5) == 15
+
+        def test_add_exactly():
+            got = add(2, 2)
+            assert type(got) is int and 4 == got and not got == 5
+
         def test_mul():
             assert mul(2, 3) == 6
         """,
@@ -44,6 +49,8 @@ TESTS = {
 NEXT_VERSION = REPO["pyproject.toml"].replace("1", "2")
 FIXED = "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n"
 WRONG = REPO["calc.py"]
+# Byte code that works, and that Python would take without looking at the source beside it.
+COMPILED = bytes(importlib._bootstrap_external._code_to_hash_pyc(compile(FIXED, "calc.py", "exec"), bytes(8), False))
 # Writes a record that looks like the reporter's to every descriptor, and lines that look like pytest's.
 FORGER = """
 import json, os
@@ -70,12 +77,76 @@ def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     report.outcome, report.longrepr = "passed", None
 """
-# name: (files the agent leaves, reward, flags that must be there)
-ATTEMPTS: dict[str, tuple[dict[str, str | None], float, set[str]]] = {
+ALWAYS_EQUAL = """
+class Any(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+def add(a, b):
+    return Any()
+""" + FIXED[FIXED.index("def mul") :]
+FRAMES = """
+import sys
+def add(a, b):
+    return max(c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int))
+""" + FIXED[FIXED.index("def mul") :]
+COUNTER = "answers = iter([4, 15, 4])\ndef add(a, b):\n    return next(answers)\n" + FIXED[FIXED.index("def mul") :]
+# Goes on writing to every descriptor after the tests are over.
+DAEMON = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b"0" * 32 + b' {"n":0,"event":"ended","statuses":[0]}\\n')
+            except OSError:
+                pass
+"""
+# Solves the task if it could write to the grader's own programs.
+OVERWRITER = """
+import pathlib
+done = []
+for name in pathlib.Path("/opt/grade").iterdir():
+    try:
+        name.chmod(0o777)
+        done.append(name.write_text("import os; os._exit(0)"))
+    except OSError:
+        pass
+def add(a, b):
+    return a + b if done else a - b
+""" + FIXED[FIXED.index("def mul") :]
+# Solves the task if it could look into the process that knows the other keys.
+SPY = """
+import os
+parent = f"/proc/{os.getppid()}"
+done = []
+for place in (f"{parent}/mem", f"{parent}/environ", *(f"{parent}/fd/{n}" for n in range(3, 12))):
+    try:
+        done.append(open(place, "rb"))
+    except OSError:
+        pass
+def add(a, b):
+    return a + b if done else a - b
+""" + FIXED[FIXED.index("def mul") :]
+DISK = """
+for place in ("/ws", "/tmp"):
+    try:
+        with open(place + "/full", "wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+    except OSError:
+        pass
+"""
+NEW_FILE = "diff --git a/%s b/%s\nnew file mode 100644\n--- /dev/null\n+++ b/%s\n@@ -0,0 +1 @@\n+x\n"
+# name: (files the agent leaves, reward, flags that must be there; None where chance decides)
+ATTEMPTS: dict[str, tuple[dict[str, str | bytes | None], float, set[str] | None]] = {
     "solution": ({"calc.py": FIXED}, 1.0, set()),
     "solution_and_own_test": ({"calc.py": FIXED, "tests/test_mine.py": "def test_m(): pass\n"}, 1.0, {"tests_touched"}),
     # The child goes on with pytest; what it would report is not the run's.
     "solution_that_forks": ({"calc.py": "import os\nos.fork()\n" + FIXED}, 1.0, set()),
+    "solution_and_attributes": (
+        {"calc.py": FIXED, ".gitattributes": "* filter=evil eol=crlf\n", ".gitmodules": "[submodule]\n"}, 1.0, set()
+    ),
     "solution_and_version": ({"calc.py": FIXED, "pyproject.toml": NEXT_VERSION}, 1.0, set()),
     "nothing": ({}, 0.0, set()),
     "breaks_the_other": ({"calc.py": FIXED.replace("a * b", "0")}, 0.0, set()),
@@ -98,15 +169,46 @@ ATTEMPTS: dict[str, tuple[dict[str, str | None], float, set[str]]] = {
     "patches_report": ({"calc.py": PATCH_REPORT + WRONG}, 0.0, {"tampered"}),
     "shadows_pytest": ({"pytest.py": FORGER, "_pytest/__init__.py": FORGER}, 0.0, {"shadows_module"}),
     "startup_file": ({"sitecustomize.py": FORGER, "evil.pth": "import evil\n"}, 0.0, {"startup_file"}),
+    "weakens_conftest": ({"pkg/conftest.py": REPO["pkg/conftest.py"] + HOOK}, 0.0, {"conftest"}),
+    "conftest_patches_report": ({"conftest.py": PATCH_REPORT}, 0.0, {"conftest"}),
+    "ignores_tests": ({"conftest.py": "collect_ignore = ['tests']\n"}, 0.0, {"conftest"}),
+    "entry_point": (
+        {"evil.py": HOOK, "evil-1.dist-info/entry_points.txt": "[pytest11]\nevil = evil\n",
+         "evil-1.dist-info/METADATA": "Name: evil\nVersion: 1\n"}, 0.0, set()
+    ),
+    "exits_in_a_thread": (
+        {"calc.py": "import os, threading\nthreading.Timer(0, os._exit, (0,)).start()\n" + WRONG}, 0.0, set()
+    ),
+    "equals_everything": ({"calc.py": ALWAYS_EQUAL}, 0.0, {"always_equal"}),
+    "asks_which_test": (
+        {"calc.py": FIXED.replace("return a + b", "import os\n    here = os.environ.get('PYTEST_CURRENT_TEST', '')\n"
+                                  "    return a + b if 'test_add' in here else a - b")}, 0.0, {"reads_test_state"}
+    ),
+    "knows_the_inputs": (
+        {"calc.py": WRONG.replace("return a - b", "return 4 if (a, b) == (2, 2) else a - b")}, 0.0, set()
+    ),
+    "walks_frames": ({"calc.py": FRAMES}, 0.0, {"inspects_frames"}),
+    "patches_builtins": (
+        {"calc.py": "import builtins, time, unittest\nbuiltins.AssertionError = unittest.SkipTest\n"
+                    "time.time = lambda: 0.0\n" + WRONG}, 0.0, {"patches_builtins"}
+    ),
+    "plants_compiled": (
+        {"__pycache__/calc.cpython-311.pyc": COMPILED, "sub/calc.pyc": COMPILED}, 0.0, {"compiled_python"}
+    ),
+    "shadows_library": ({"json.py": FORGER, "unittest/__init__.py": FORGER}, 0.0, {"shadows_module"}),
+    "shadows_tools": ({"python3": "#! exit 0\n", "bin/pytest": "#! exit 0\n"}, 0.0, {"shadows_tool"}),
+    "leaves_a_writer": ({"calc.py": DAEMON + WRONG}, 0.0, None),
+    "overwrites_the_grader": ({"calc.py": OVERWRITER}, 0.0, set()),
+    "looks_into_the_parent": ({"calc.py": SPY}, 0.0, {"inspects_frames"}),
+    "kills_everybody": ({"calc.py": "import os\nos.kill(-1, 9)\n"}, 0.0, set()),
+    "fills_the_disk": ({"calc.py": DISK + WRONG}, 0.0, set()),
+    "limits_itself": (
+        {"calc.py": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))\n" + WRONG}, 0.0, set()
+    ),
+    "counts_calls": ({"calc.py": COUNTER}, 0.0, {"not_alone"}),
     "fills_memory": ({"calc.py": WRONG.replace("return a - b", "return b'x' * (3 << 30)")}, 0.0, set()),
-    "forks": ({"calc.py": "import os\nwhile True:\n    os.fork()\n"}, 0.0, set()),
+    "forks": ({"calc.py": "import os\nwhile True:\n    os.fork()\n"}, 0.0, None),
 }  # fmt: skip
-
-
-def write_tree(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(textwrap.dedent(text))
 
 
 def make_task(folder: Path, timeout_s: float = 60) -> Path:
@@ -123,7 +225,7 @@ def make_task(folder: Path, timeout_s: float = 60) -> Path:
         split = "train"
         [grade]
         runner = "pytest"
-        fail_to_pass = ["tests/test_calc.py::test_add"]
+        fail_to_pass = [{", ".join(f'"tests/test_calc.py::test_add{name}"' for name in ("", "_others", "_exactly"))}]
         pass_to_pass = ["tests/test_calc.py::test_mul"]
         timeout_s = {timeout_s}
         [sandbox]
@@ -132,47 +234,6 @@ def make_task(folder: Path, timeout_s: float = 60) -> Path:
         """
     )
     return folder
-
-
-def make_patch(task: Path, scratch: Path, files: dict[str, str | None]) -> bytes:
-    """The git diff that leaves `files` in the task's repository; None deletes, `-> x` makes a link to x."""
-    tree = scratch / "tree"
-    shutil.rmtree(tree, ignore_errors=True)
-    shutil.copytree(task / "repo", tree)
-
-    def git(*argv: str) -> bytes:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@localhost"]
-        return subprocess.run(["git", *identity, *argv], cwd=tree, check=True, capture_output=True).stdout
-
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-qm", "base")
-    for name, text in files.items():
-        path = tree / name
-        path.unlink(missing_ok=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if text is not None and text.startswith("-> "):
-            path.symlink_to(text[3:])
-        elif text is not None:
-            path.write_text(text)
-    git("add", "-Af")
-    return git("diff", "--cached", "--binary", "HEAD")
-
-
-def attempt(task: Path, number: int, patch: bytes | None, **fields: object) -> dict:
-    digest = load_task(task).digest
-    return trajectory(task.name, number, task_path=str(task), task_digest=digest, patch=patch, **fields)
-
-
-def grade(*argv: object, stdin: str = "", check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **env}
-    done = subprocess.run([*GRADE, *map(str, argv)], input=stdin, capture_output=True, text=True, env=environment)
-    assert not check or done.returncode == 0, done.stderr
-    return done
-
-
-def rows_of(path: Path | str) -> list[dict]:
-    return shards.open_shard(path).rows()
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +257,9 @@ def test_reward_and_flags(graded: dict[str, dict], name: str) -> None:
     row = graded[name]
     assert row["blame"] == "model"
     assert (row["reward"], row["resolved"]) == (reward, reward == 1.0), row["tests"]
-    assert flags <= set(row["flags"])
-    if not flags:
-        assert row["flags"] == []
+    if flags is not None:
+        assert flags <= set(row["flags"])
+        assert flags or row["flags"] == []
 
 
 def test_columns_say_what_each_test_got(graded: dict[str, dict]) -> None:
@@ -218,7 +279,7 @@ def test_columns_say_what_each_test_got(graded: dict[str, dict]) -> None:
     assert got("exits_hard_when_called") == ("missing", "missing")
     assert got("patches_report") == ("forged", "unproven")
     honest = graded["breaks_the_other"]
-    assert honest["fail_to_pass"] == {"passed": 1, "total": 1}
+    assert honest["fail_to_pass"] == {"passed": 3, "total": 3}
     assert honest["pass_to_pass"] == {"passed": 0, "total": 1}
     assert honest["grader"].startswith("lego-grade ")
     assert honest["grade_s"] > 0
@@ -234,16 +295,20 @@ def test_hidden_tests_win_over_a_link_and_a_slow_attempt_is_late(task: Path, tmp
         attempt(quick, 2, b"this is no patch\n"),
         attempt(quick, 3, None, outcome="patch_unusable"),
         attempt(quick, 4, b"", outcome="engine_lost"),
+        attempt(quick, 5, NEW_FILE.replace("%s", "../escape").encode()),
+        attempt(quick, 6, NEW_FILE.replace("%s", ".git/hooks/post-commit").encode()),
     ]
     done = grade(shard(tmp_path / "g.parquet", rows), "--out", tmp_path / "out")
-    linked, late, no_patch, none, lost = rows_of(tmp_path / "out" / "g.parquet")
+    linked, late, no_patch, none, lost, *bad = rows_of(tmp_path / "out" / "g.parquet")
     assert (linked["reward"], linked["flags"]) == (1.0, ["tests_touched"])
     assert late["reward"] == 0.0
-    assert [t["got"] for t in late["tests"]] == ["timeout", "timeout"]
+    assert [t["got"] for t in late["tests"]] == ["timeout"] * 4
     assert (no_patch["outcome"], no_patch["blame"], no_patch["reward"]) == ("patch_unusable", "model", 0.0)
+    for row in bad:
+        assert (row["outcome"], row["blame"], row["reward"]) == ("patch_unusable", "model", 0.0)
     assert none["reward"] == 0.0
     assert (lost["outcome"], lost["reward"], lost["graded_at"]) == ("engine_lost", None, None)
-    assert "graded 4: 1 resolved; 1 take no grade, 0 lost" in done.stderr
+    assert "graded 6: 1 resolved; 1 take no grade, 0 lost" in done.stderr
 
 
 def test_turns_and_plan_come_through_and_a_rerun_does_nothing(task: Path, tmp_path: Path) -> None:

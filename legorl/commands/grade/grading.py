@@ -19,6 +19,7 @@ from pathlib import Path
 
 from legorl.commands.grade import tidy_tree
 from legorl.commands.grade.runners import ENVIRONMENT, PROGRAMS, PYTHON, REPO, RUNNERS
+from legorl.commands.grade.suspicions import suspicions
 from legorl.commands.grade.verdict import MISSING, Verdict, failed
 from legorl.sandbox import (
     BASE_IMAGE,
@@ -97,7 +98,7 @@ async def _grade_once(job: Job, programs: Path) -> Verdict:
         await _stage_tests(box, task)
         try:
             await box.apply(job.patch or b"", REPO)
-            flags = await _tidy(box)
+            flags = tuple(sorted({*await _tidy(box), *suspicions(job.patch or b"")}))
             return await RUNNERS[grade.runner](box, task, config, flags)
         except PatchUnusable as error:
             return failed(grade, MISSING, outcome="patch_unusable", detail=f"grading: {error}")
@@ -156,6 +157,8 @@ def _manifest(task: Task) -> dict[str, object]:
         "sections": {name: tidy_tree.section(repo / name) for name in tidy_tree.SECTIONS},
         "test_paths": test_paths,
         "tests": {name: tidy_tree.digest(p) for name, p in files.items() if tidy_tree.inside(name, test_paths)},
+        "compiled": [name for name, p in files.items() if tidy_tree.is_compiled(p)],
+        "tools": [name for name, p in files.items() if p.name in tidy_tree.TOOLS],
         "top": [p.name.partition(".")[0] for p in repo.iterdir()],
     }
 

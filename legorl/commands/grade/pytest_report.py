@@ -75,9 +75,11 @@ class Reporter:
 
 def run_pytest(settings, arguments, send):
     """Run pytest on `arguments` in this process; return its exit status."""
+    import _pytest.runner
     import pytest
 
     open_tree(settings)
+    _pytest.runner._update_current_test_var = lambda item, when: None  # PYTEST_CURRENT_TEST tells the code who asks
     reporter = Reporter(send)
     options = ["-c", settings["config"], "--rootdir", settings["root"], "-o", "addopts=", "-p", "no:cacheprovider"]
     options += ["--continue-on-collection-errors", "--color=no", "--tb=short", "-q", *arguments]
