@@ -61,6 +61,9 @@ class SessionRequest:
     turn_tokens: int = 512  # most sampled tokens of one turn
     max_turns: int | None = None
     max_tokens: int | None = None  # most sampled tokens of the session
+    max_seconds: float | None = None  # of the harness's own time, from its first request on; engine and queue excluded
+    max_idle_turns: int | None = None  # main turns in a row that are offered tools and call none
+    spent_status: int = 400  # HTTP status of the answer when a budget is spent: one that the harness does not retry
     side_patterns: tuple[str, ...] = ()  # regular expressions on the first system text that mark side requests
     user_agent: str = ""  # regular expression of the harness's own user agent; others are foreign
 
@@ -76,7 +79,7 @@ class SessionState:
     running: int = 0  # turns that wait for the engine or run now
     busy_since: float | None = None  # time.monotonic() since when at least one does
     busy_s: float = 0.0  # seconds in which at least one did, the present stretch left out
-    budget: str | None = None  # `turns`, `tokens` once that budget is spent
+    budget: str | None = None  # `turns`, `tokens`, `seconds`, `idle_turns` once that budget is spent
     lost: str | None = None  # why the engine cannot serve this session any more
 
 

@@ -55,9 +55,10 @@ def path_ids(nodes: Sequence[Node], index: int, length: int | None = None) -> np
     want = nodes[index].path_len if length is None else length
     while index != ROOT and want > 0:
         node = nodes[index]
-        own = np.concatenate([node.context_ids, node.completion_ids])
+        if want > node.prompt_len:
+            pieces.append(node.completion_ids[: want - node.prompt_len])
         if want > node.prefix_len:
-            pieces.append(own[: want - node.prefix_len])
+            pieces.append(node.context_ids[: want - node.prefix_len])
             want = node.prefix_len
         index = node.parent
     return np.concatenate(pieces[::-1]) if pieces else ids([])
@@ -68,12 +69,14 @@ def prompt_ids(nodes: Sequence[Node], index: int) -> np.ndarray:
     return path_ids(nodes, index, nodes[index].prompt_len)
 
 
-def place(nodes: Sequence[Node], prompt: np.ndarray) -> tuple[int, int]:
+def place(nodes: Sequence[Node], prompt: np.ndarray, base: int | None = None) -> tuple[int, int]:
     """Return (parent, prefix_len) for a new prompt: the earlier turn whose path shares the longest prefix with it.
 
     Ties go to the earliest turn. (-1, 0) is a root. Walks down from the roots, so only turns on a matching path are
-    looked at: time is linear in the prompt plus the number of turns.
+    looked at: time is linear in the prompt plus the number of turns. `base`: a turn whose whole path begins the prompt;
+    what leads to it is not compared again.
     """
+    known = _leading_to(nodes, base)
     children: dict[int, list[Node]] = {}
     for node in nodes:
         children.setdefault(node.parent, []).append(node)
@@ -81,14 +84,32 @@ def place(nodes: Sequence[Node], prompt: np.ndarray) -> tuple[int, int]:
     frontier = [(node, 0) for node in children.get(ROOT, [])]
     while frontier:
         node, start = frontier.pop()
-        own = np.concatenate([node.context_ids, node.completion_ids])
-        ahead = prompt[start : start + len(own)]
-        differ = np.nonzero(own[: len(ahead)] != ahead)[0]
-        matched = start + (int(differ[0]) if len(differ) else len(ahead))
+        matched = known.get(node.index, -1)
+        if matched < 0:
+            own = np.concatenate([node.context_ids, node.completion_ids])
+            ahead = prompt[start : start + len(own)]
+            differ = np.nonzero(own[: len(ahead)] != ahead)[0]
+            matched = start + (int(differ[0]) if len(differ) else len(ahead))
         if matched > best[1] or (matched == best[1] and matched > start and node.index < best[0]):
             best = (node.index, matched)
         frontier += [(c, c.prefix_len) for c in children.get(node.index, []) if c.prefix_len <= matched]
     return best
+
+
+def _leading_to(nodes: Sequence[Node], base: int | None) -> dict[int, int]:
+    """For turns on the way to `base`: how much of their path begins the path of `base`.
+
+    Where a turn leaves its parent's path, its first token of context differs from the parent's next: that is what the
+    longest shared prefix means. A turn without context may go on like its parent, which is then left out here.
+    """
+    if base is None:
+        return {}
+    shared = {base: nodes[base].path_len}
+    while (parent := nodes[base].parent) != ROOT:
+        if len(nodes[base].context_ids):
+            shared[parent] = nodes[base].prefix_len
+        base = parent
+    return shared
 
 
 def cause_of(nodes: Sequence[Node], parent: int, prefix_len: int) -> str:

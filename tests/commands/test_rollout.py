@@ -26,7 +26,7 @@ from legorl import tree
 from legorl.commands.rollout.attempt import HOME, Job, own_seconds, pack_home, patched_files
 from legorl.commands.rollout.durable import Store
 from legorl.commands.rollout.schedule import make_all
-from legorl.commands.rollout.verdict import Seen, decide
+from legorl.commands.rollout.verdict import STOPS, Seen, decide
 from legorl.control import Session
 from legorl.harness import HarnessError
 from legorl.outcomes import blame_of
@@ -51,6 +51,8 @@ GOOD = {"exit_code": 0, "patch": b"diff", "turns": 2}
         ({"stopped": "turns", "exit_code": None}, "step_limit"),
         ({"stopped": "tokens", "exit_code": None}, "token_limit"),
         ({"stopped": "time", "exit_code": None}, "time_limit"),
+        ({"stopped": "seconds", "exit_code": 1}, "time_limit"),
+        ({"stopped": "idle_turns", "exit_code": 1}, "no_tool_loop"),
         ({"overflow": True, "exit_code": 1}, "context_overflow"),
         ({"exit_code": 1}, "harness_crash"),
         ({"exit_code": 137, "oom_kills": 1}, "out_of_memory"),
@@ -77,7 +79,7 @@ def test_outcome(seen: dict[str, Any], outcome: str) -> None:
     st.builds(
         Seen,
         exit_code=st.sampled_from([None, 0, 1, 137]),
-        stopped=st.sampled_from(["", "turns", "tokens", "time"]),
+        stopped=st.sampled_from(["", *STOPS]),
         patch=st.sampled_from([None, b"", b"diff"]),
         patch_error=st.sampled_from([None, "too large"]),
         overflow=st.booleans(),

@@ -47,6 +47,7 @@ ENVIRONMENT = {
 }
 LOG_LIMIT = 64_000  # bytes of the harness's log that leave the sandbox
 LOG_TAIL = 4096  # bytes of the harness's log that go into the row
+GRACE_S = 5.0  # for a harness that has been told that a budget is spent, to end by itself
 HARD_FACTOR, HARD_SLACK_S = 4.0, 1800.0  # hard wall limit = factor * time limit + slack
 
 # What no attempt can get around: the whole command ends with it.
@@ -64,6 +65,7 @@ class Settings:
     turn_tokens: int
     max_turns: int
     max_tokens: int
+    max_idle_turns: int | None  # main turns in a row that are offered tools and call none
     time_limit: float  # seconds of the harness's own time
     seed: int
     policy_digest: str | None  # the weights every turn must come from, if --policy was given
@@ -135,6 +137,9 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
         turn_tokens=settings.turn_tokens,
         max_turns=settings.max_turns,
         max_tokens=settings.max_tokens,
+        max_seconds=settings.time_limit,
+        max_idle_turns=settings.max_idle_turns,
+        spent_status=settings.harness.spent_status,
         side_patterns=settings.harness.side_patterns,
         user_agent=settings.harness.user_agent,
     )
@@ -222,8 +227,8 @@ async def _play(
         found.seen = replace(found.seen, exit_code=result.exit_code)
         if result.timed_out:
             session.state.lost = f"the engine was too slow: the harness was not done after {hard_s:.0f} s of wall time"
-        elif result.stopped and session.state.lost is None:
-            found.seen = replace(found.seen, stopped=await watcher)
+        elif session.state.lost is None and (result.stopped or session.state.budget):
+            found.seen = replace(found.seen, stopped=session.state.budget or await watcher)
     finally:
         watcher.cancel()
         found.own_s = own_seconds(session, time.monotonic() - begun)
@@ -231,13 +236,19 @@ async def _play(
 
 
 async def _watch(session: Session, stop: asyncio.Event, time_limit: float) -> str:
-    """Set `stop` when a budget is spent, the harness's own time is over, or the engine is lost; return which."""
+    """Set `stop` when a budget is spent, the harness's own time is over, or the engine is lost; return which.
+
+    A harness that asked for more than its budget has its answer (lego-serve's, an error that ends it), and a moment to
+    end by itself.
+    """
     begun, state = time.monotonic(), session.state
     while True:
         session.changed.clear()
         left = time_limit - own_seconds(session, time.monotonic() - begun)
         why = "lost" if state.lost else state.budget or ("time" if left <= 0 else "")
         if why:
+            if state.budget and not state.lost:
+                await asyncio.sleep(GRACE_S)
             stop.set()
             return why
         with contextlib.suppress(TimeoutError):

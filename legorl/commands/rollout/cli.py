@@ -56,6 +56,11 @@ def _name(_context: click.Context, _param: click.Parameter, value: str) -> str:
 @option("--max-turns", type=click.IntRange(1), default=16, help="Most turns.")
 @option("--max-tokens", type=click.IntRange(1), default=8192, help="Most sampled tokens.")
 @option(
+    "--max-idle-turns",
+    type=click.IntRange(1),
+    help="Most turns in a row that are offered tools and call none. [default: no limit]",
+)
+@option(
     "--time-limit",
     type=click.FloatRange(1),
     default=120.0,
@@ -98,7 +103,7 @@ def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
 # Settings that make an --out what it is; the others only say how the work is done.
 SETTINGS = (
     "run", "step", "attempts", "groups_per_shard", "temperature", "turn_tokens", "max_turns", "max_tokens",
-    "time_limit", "seed",
+    "max_idle_turns", "time_limit", "seed",
 )  # fmt: skip
 
 
@@ -129,10 +134,7 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
     policy = open_checkpoint(wanted["policy"]) if wanted["policy"] else None
     digest = policy.digest if policy else None
     settings = Settings(
-        **{
-            k: config[k]
-            for k in ("run", "step", "temperature", "turn_tokens", "max_turns", "max_tokens", "time_limit", "seed")
-        },
+        **{k: config[k] for k in SETTINGS if k not in ("attempts", "groups_per_shard")},
         harness=harness,
         policy_digest=digest,
     )

@@ -7,13 +7,18 @@ one model outcome from another.
 
 from dataclasses import dataclass
 
-STOPS = {"turns": "step_limit", "tokens": "token_limit", "time": "time_limit"}
+STOPS = {
+    "turns": "step_limit",
+    "tokens": "token_limit",
+    "idle_turns": "no_tool_loop",
+    "seconds": "time_limit",
+    "time": "time_limit",
+}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One try, as seen from outside. `stopped` says why we ended the harness: turns, tokens, time, lost, or "" (we did
-    not)."""
+    """One try, as seen from outside. `stopped`: why we ended the harness; a key of STOPS, lost, or "" (we did not)."""
 
     exit_code: int | None = None
     stopped: str = ""

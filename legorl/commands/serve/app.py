@@ -81,8 +81,7 @@ def harness_app(server: Server) -> Starlette:
                 if asked.streamed:
                     events = _deliver(wire.stream(turn, asked, server.name), turn, request)
                     return StreamingResponse(events, media_type="text/event-stream", headers={**NO_BUFFER, **ids})
-                async for _piece in turn.follow():
-                    pass
+                await turn.end()
                 return _Delivered(turn, wire.reply(turn, asked, server.name), request, ids)
             except Cut:
                 return StreamingResponse(_broken_off(), media_type="application/json")

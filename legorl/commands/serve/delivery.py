@@ -46,7 +46,8 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, ContextOverflow):
         return Failure(400, "long", str(error), "context_length_exceeded", (error.prompt, error.context))
     if isinstance(error, BudgetSpent):
-        return Failure(400, "budget", str(error), "session_budget_spent")
+        kind = "key" if error.status == 401 else "budget"
+        return Failure(error.status, kind, str(error), "session_budget_spent")
     if isinstance(error, TooManyAtOnce):
         return Failure(429, "busy", str(error), "rate_limit_exceeded")
     if isinstance(error, Refused):

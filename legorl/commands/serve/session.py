@@ -8,6 +8,9 @@ anything, nothing matches from there on, and what it sent is rendered as it is: 
 Each turn samples once. Handlers follow a turn (`Turn.follow`); a request repeated while it runs, or after an answer
 that did not arrive, follows the recorded turn instead of sampling again. The same request after a complete delivery is
 a new sample: the harness rejecting an answer is a consequence of the action.
+
+A turn that has ended is spilled to a file, and only its `Past` stays once the answer has been handed over: memory grows
+with the tokens, never with the history that each request repeats.
 """
 
 import asyncio
@@ -15,7 +18,10 @@ import hashlib
 import re
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from legorl import tree
 from legorl.commands.serve import tools as toolformat
@@ -23,19 +29,27 @@ from legorl.commands.serve.detokenize import Detokenizer
 from legorl.commands.serve.engine import Ask, ContextOverflow, Engine, EngineError, Sampling
 from legorl.commands.serve.messages import Message, call_ids, digest, message_key, same_answer
 from legorl.commands.serve.render import Template
-from legorl.commands.serve.turn import Request, Turn, row
+from legorl.commands.serve.spill import Spill
+from legorl.commands.serve.turn import Past, Request, Turn, row
 from legorl.control import SessionRequest
 
 # Turns of one session under way at a time. Harnesses with sub-agents need a handful; a flood would hold up the others.
 AT_ONCE = 16
 
+BUDGETS = {
+    "turns": "turns",
+    "tokens": "sampled tokens",
+    "seconds": "the harness's own time",
+    "idle_turns": "turns without a tool call",
+}
+
 
 class BudgetSpent(Exception):
-    """The session has used up `which` (turns, tokens): its harness is to stop."""
+    """The session has used up `which` (a name in BUDGETS): its harness is to stop. `status` is the answer's."""
 
-    def __init__(self, which: str):
-        super().__init__(f"this session's budget of {which} is spent")
-        self.which = which
+    def __init__(self, which: str, status: int):
+        super().__init__(f"this session's budget of {BUDGETS[which]} is spent: it has ended")
+        self.which, self.status = which, status
 
 
 class TooManyAtOnce(Exception):
@@ -56,12 +70,21 @@ class Session:
         self.request = request
         self.id = secrets.token_hex(8)
         self.key = secrets.token_urlsafe(32)
-        self.turns: list[Turn] = []
+        self.turns: list[Turn | Past] = []
         self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self.overflow = False
         self.closed = False
         self._engine, self._template = engine, template
         self._tasks: set[asyncio.Task] = set()
+        self._spill = Spill()
+        self._fresh: list[Turn] = []  # turns that are no Past yet
+        self._by_digest: dict[str, list[int]] = {}  # digest of a request -> its turns
+        self._called: set[str] = set()  # ids of all tool calls in answers
+        self._done_tokens = 0
+        self.engine_s = self.queue_s = 0.0  # summed over turns that have ended
+        self._idle_turns = 0  # main turns in a row that were offered tools and called none
+        self._first_at: float | None = None  # time.monotonic() of the first request
+        self._busy_s, self._busy_since = 0.0, 0.0  # seconds with a turn under way
         self._last_tools: str | None = None
         self._side = [re.compile(p) for p in request.side_patterns]
         self._agent = re.compile(request.user_agent) if request.user_agent else None
@@ -75,26 +98,31 @@ class Session:
         """
         if self.closed:
             raise SessionClosed
+        self._shed()
         chain, base, at = self._match(request)
-        known = [t for t in self.turns if t.digest == chain]
+        known = [self.turns[k] for k in self._by_digest.get(chain, [])]
         if known and (
             not known[-1].done
             or (not known[-1].delivered and not known[-1].error)
             or (request.retry and not known[-1].error)
         ):
-            return known[-1]
+            return self._recorded(known[-1], request)
         self._check_budget()
-        if sum(not t.done for t in self.turns) >= AT_ONCE:
+        running = [t for t in self._fresh if not t.done]
+        if len(running) >= AT_ONCE:
             raise TooManyAtOnce
+        for other in running:  # the harness may already repeat what it has seen of an answer
+            other.node.completion_ids = tree.ids(other.ids)
         resample = sum(1 for t in known if not t.error)
         prompt = self._prompt(request, base, at)
-        parent, prefix_len = tree.place([t.node for t in self.turns], prompt)
+        nodes = [t.node for t in self.turns]
+        parent, prefix_len = tree.place(nodes, prompt, base.node.index if base and not self._template.fault else None)
         index = len(self.turns)
         limit = self._engine.info().context - len(prompt)
         if limit < 1:
             self.overflow = True
             raise ContextOverflow(len(prompt), self._engine.info().context)
-        node = tree.Node(index, parent, prefix_len, prompt[prefix_len:], tree.ids([]))
+        node = tree.Node(index, parent, prefix_len, prompt[prefix_len:].copy(), tree.ids([]))
         sampling = self._sampling(request, index, resample, limit)
         self._admit(Ask(f"{self.id}/{index}", self.request.attempt_id, request.messages, node, prompt, sampling))
         tools_digest = digest(request.tools)
@@ -108,9 +136,14 @@ class Session:
             tools_changed=tools_digest != self._last_tools,
             foreign=bool(self._agent and not self._agent.search(request.user_agent)),
             thinking=self._template.thinking,
+            live=request.streamed,
         )
         self._last_tools = tools_digest
+        if not running:
+            self._busy_since = time.monotonic()
         self.turns.append(turn)
+        self._fresh.append(turn)
+        self._by_digest.setdefault(chain, []).append(index)
         self.events.put_nowait({"event": "begin"})
         task = asyncio.create_task(self._sample(turn, prompt.tolist()))
         self._tasks.add(task)
@@ -131,7 +164,25 @@ class Session:
         _chain, base, at = self._match(request)
         return len(self._prompt(request, base, at))
 
-    def _match(self, request: Request) -> tuple[str, Turn | None, int]:
+    def _shed(self) -> None:
+        """Keep no more than needed of the turns that are over."""
+        still = []
+        for turn in self._fresh:
+            if turn.at is not None and (turn.delivered or turn.error):
+                self.turns[turn.node.index] = Past.of(turn)
+            else:
+                still.append(turn)
+        self._fresh = still
+
+    def _recorded(self, known: Turn | Past, request: Request) -> Turn:
+        """The recorded turn that answers `request` again, read back where it was spilled."""
+        if isinstance(known, Turn):
+            return known
+        turn: Turn = self._spill.read(known.at)
+        turn.request, turn.delivered = replace(request, messages=[]), True
+        return turn
+
+    def _match(self, request: Request) -> tuple[str, Turn | Past | None, int]:
         """Return (digest of the request, last turn it continues exactly, index of that turn's answer in it)."""
         chain = digest("tools", request.tools, request.stop)
         base, at = None, -1
@@ -144,20 +195,21 @@ class Session:
             chain = digest(chain, message_key(message))
         return chain, base, at
 
-    def _answered(self, chain: str, message: Message) -> Turn | None:
-        for turn in reversed(self.turns):
-            if turn.digest == chain and turn.answer and same_answer(message, turn.answer):
+    def _answered(self, chain: str, message: Message) -> Turn | Past | None:
+        for index in reversed(self._by_digest.get(chain, [])):
+            turn = self.turns[index]
+            if turn.answer and same_answer(message, turn.answer):
                 return turn
         return None
 
-    def _prompt(self, request: Request, base: Turn | None, at: int) -> Any:
+    def _prompt(self, request: Request, base: Turn | Past | None, at: int) -> Any:
         if base is None or self._template.fault:
             return tree.ids(self._template.full(request.messages, request.tools))
         bridge = self._template.bridge(request.messages, at, request.tools, base.closed_itself)
         path = tree.path_ids([t.node for t in self.turns], base.node.index)
-        return tree.ids([*path.tolist(), *bridge])
+        return np.concatenate([path, tree.ids(bridge)])
 
-    def _cause(self, request: Request, base: Turn | None, parent: int, prefix_len: int, resample: int) -> str:
+    def _cause(self, request: Request, base: Turn | Past | None, parent: int, prefix_len: int, resample: int) -> str:
         first = next((m["content"] for m in request.messages if m["role"] in ("system", "user")), "")
         if any(p.search(first) for p in self._side):
             return "side"
@@ -168,9 +220,8 @@ class Session:
             structural = "rewrite"  # a parallel request: the parent's answer is still being sampled
         if structural != "rewrite":
             return structural
-        known = {i for t in self.turns if t.answer for i in call_ids(t.answer)}
         named = {i for m in request.messages for i in [*call_ids(m), m.get("tool_call_id")] if i}
-        return "edited" if named & known and (base is None or base.node.index != parent) else "rewrite"
+        return "edited" if named & self._called and (base is None or base.node.index != parent) else "rewrite"
 
     def _sampling(self, request: Request, index: int, resample: int, room: int) -> Sampling:
         wanted = self.request
@@ -181,14 +232,22 @@ class Session:
         return Sampling(wanted.temperature, wanted.top_p, max(1, tokens), request.stop, int.from_bytes(seed[:8], "big"))
 
     def _check_budget(self) -> None:
-        spent = None
-        if self.request.max_turns is not None and len(self.turns) >= self.request.max_turns:
-            spent = "turns"
-        elif self.request.max_tokens is not None and self.tokens >= self.request.max_tokens:
-            spent = "tokens"
-        if spent:
-            self.events.put_nowait({"event": "budget", "which": spent})
-            raise BudgetSpent(spent)
+        limits, now = self.request, time.monotonic()
+        self._first_at = self._first_at or now
+        used = {
+            "turns": (len(self.turns), limits.max_turns),
+            "tokens": (self.tokens, limits.max_tokens),
+            "idle_turns": (self._idle_turns, limits.max_idle_turns),
+            "seconds": (now - self._first_at - self._busy(now), limits.max_seconds),
+        }
+        for which, (value, limit) in used.items():
+            if limit is not None and value >= limit:
+                self.events.put_nowait({"event": "budget", "which": which})
+                raise BudgetSpent(which, limits.spent_status)
+
+    def _busy(self, now: float) -> float:
+        """Seconds so far in which a turn waited for the engine or ran: not the harness's own."""
+        return self._busy_s + (now - self._busy_since if any(not t.done for t in self._fresh) else 0.0)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -204,9 +263,8 @@ class Session:
             self._drop(turn, "cut")
             turn.error = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             self.events.put_nowait({"event": "lost", "detail": str(turn.error)})
-        turn.node.completion_ids = tree.ids(turn.ids)
-        async with turn.moved:
-            turn.moved.notify_all()
+        self._ended(turn)
+        turn.wake()
         self.events.put_nowait(
             {
                 "event": "turn",
@@ -217,6 +275,33 @@ class Session:
             }
         )
 
+    def _ended(self, turn: Turn) -> None:
+        """Count the turn and spill it."""
+        turn.node.completion_ids = tree.ids(turn.ids)
+        self._done_tokens += len(turn.ids)
+        self.engine_s += (turn.prefill_s or 0.0) + (turn.decode_s or 0.0)
+        self.queue_s += turn.queue_s
+        if all(t.done for t in self._fresh):
+            self._busy_s += time.monotonic() - self._busy_since
+        if turn.answer:
+            calls = call_ids(turn.answer)
+            self._called |= calls
+            if calls:
+                self._idle_turns = 0
+            elif turn.request.tools and turn.cause != "side" and not turn.foreign:
+                self._idle_turns += 1
+        kept = turn.request
+        turn.request = replace(kept, messages=[], tools=kept.tools if turn.tools_changed else [])
+        try:
+            turn.at = self._spill.add(turn)
+        except OSError as error:
+            turn.request = kept
+            turn.error = turn.error or EngineError(f"the turn could not be kept on disk: {error}")
+            self.events.put_nowait({"event": "lost", "detail": str(turn.error)})
+        else:
+            turn.request = replace(kept, messages=[])
+            turn.new_messages = []
+
     async def _run(self, turn: Turn, prompt: list[int]) -> None:
         words = Detokenizer(self._engine.tokenizer, turn.sampling.stop)
         asked = time.monotonic()
@@ -224,7 +309,7 @@ class Session:
         begun, first = time.monotonic(), None
         turn.queue_s = begun - asked
         turn.support = turn.sampling.support
-        finish = None
+        finish, unread = None, []
         try:
             async for delta in self._engine.generate(f"{self.id}/{turn.node.index}", prompt, turn.sampling):
                 first = first or time.monotonic()
@@ -236,12 +321,14 @@ class Session:
                 self._note_version(turn, delta.version, len(delta.ids))
                 if delta.cached_tokens is not None and turn.cached_tokens is None:
                     turn.cached_tokens = delta.cached_tokens
-                piece = words.push(delta.ids, last=delta.finish is not None)
-                if piece:
-                    async with turn.moved:
-                        turn.pieces.append(piece)
-                        turn.moved.notify_all()
                 finish = delta.finish
+                unread += delta.ids
+                if turn.live or turn.sampling.stop or finish:
+                    piece, unread = words.push(unread, last=finish is not None), []
+                    if piece:
+                        turn.pieces.append(piece)
+                        turn.wake()
+                        await asyncio.sleep(0)  # it leaves before more is taken from an engine that is ahead
         finally:
             self.leave()
             turn.node.completion_ids = tree.ids(turn.ids)
@@ -296,15 +383,8 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        return sum(len(t.ids) for t in self.turns)
-
-    @property
-    def engine_s(self) -> float:
-        return sum((t.prefill_s or 0.0) + (t.decode_s or 0.0) for t in self.turns)
-
-    @property
-    def queue_s(self) -> float:
-        return sum(t.queue_s for t in self.turns)
+        """Sampled tokens so far, those of running turns too."""
+        return self._done_tokens + sum(len(t.ids) for t in self._fresh if not t.done)
 
     async def close(self) -> None:
         """End the session: running turns are cut, waiting handlers get SessionClosed."""
@@ -316,5 +396,10 @@ class Session:
         self.events.put_nowait(None)
 
     def record(self) -> list[dict[str, Any]]:
-        """The turns as rows of schema.TURN."""
-        return [row(t) for t in self.turns]
+        """The turns as rows of schema.TURN. Can be asked for once, after `close`."""
+        rows = [
+            row(turn) if turn.at is None else {**row(self._spill.read(turn.at)), "delivered": turn.delivered}
+            for turn in self.turns
+        ]
+        self._spill.close()
+        return rows

@@ -1,4 +1,7 @@
-"""One LLM call as every protocol sees it: the request it answers, what is being sampled, and who waits for it."""
+"""One LLM call as every protocol sees it: the request it answers, what is being sampled, and who waits for it.
+
+A turn that has ended is spilled to a file, and once its answer has been handed over only its `Past` stays in memory.
+"""
 
 import asyncio
 import json
@@ -67,7 +70,13 @@ class Turn:
     cached_tokens: int | None = None
     drops: list[dict[str, Any]] = field(default_factory=list)
     cut_at: int | None = None  # who waits for this answer loses the connection behind so many pieces, once
-    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+    at: int | None = None  # where it is in the session's spill
+    live: bool = False  # somebody follows the text as it is sampled
+    _waiting: list[asyncio.Future[None]] = field(default_factory=list)  # for any news
+    _waiting_end: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "live": False, "_waiting": [], "_waiting_end": []}
 
     @property
     def done(self) -> bool:
@@ -77,23 +86,34 @@ class Turn:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def wake(self) -> None:
+        """Tell those who follow that there is news."""
+        waiting, self._waiting = self._waiting, []
+        if self.done:
+            waiting += self._waiting_end
+            self._waiting_end = []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def end(self) -> None:
+        """Wait until the answer is whole. Raises what ended the turn badly."""
+        while not self.done:
+            await self._news(self._waiting_end)
+        if self.cut_at is not None:
+            self.cut_at = None
+            raise Cut
+        if self.error:
+            raise self.error
+
     async def follow(self, beat_s: float | None = None) -> AsyncIterator[str]:
         """Yield the answer's text as it is sampled, from its beginning; "" if nothing came for `beat_s` seconds.
 
         Raises what ended the turn badly.
         """
+        self.live = True
         sent = 0
         while True:
-            idle = False
-            async with self.moved:
-                try:
-                    async with asyncio.timeout(beat_s):
-                        while not (len(self.pieces) > sent or self.done):
-                            await self.moved.wait()
-                except TimeoutError:
-                    idle = True
-            if idle:
-                yield ""
             while sent < len(self.pieces) and sent != self.cut_at:
                 yield self.pieces[sent]
                 sent += 1
@@ -104,6 +124,39 @@ class Turn:
                 if self.error:
                     raise self.error
                 return
+            try:
+                async with asyncio.timeout(beat_s):
+                    await self._news(self._waiting)
+            except TimeoutError:
+                yield ""
+
+    @staticmethod
+    async def _news(waiting: list[asyncio.Future[None]]) -> None:
+        future = asyncio.get_running_loop().create_future()
+        waiting.append(future)
+        await future
+
+
+@dataclass(slots=True)
+class Past:
+    """What stays in memory of a turn that was handed over, or failed. The whole turn is in the spill, at `at`."""
+
+    node: tree.Node
+    digest: str
+    answer: Message | None
+    closed_itself: bool
+    error: bool
+    delivered: bool
+    at: int
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    @classmethod
+    def of(cls, turn: Turn) -> "Past":
+        assert turn.at is not None
+        return cls(turn.node, turn.digest, turn.answer, turn.closed_itself, bool(turn.error), turn.delivered, turn.at)
 
 
 def row(turn: Turn) -> dict[str, Any]:
