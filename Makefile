@@ -1,14 +1,14 @@
 # Set-up, demo and tests. `make` alone lists the targets; everything sets itself up first.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help setup demo test test-all lint
+.PHONY: help setup demo test test-all test-harnesses harnesses lint
 MAKEFLAGS += --no-print-directory
 
 RUN ?= runs/demo
 MODEL ?= $(shell .venv/bin/python recipes/get_model.py 2>/dev/null)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
 
 setup: ## install what is missing: system packages, .venv, model, base image, harnesses
 	@recipes/setup.sh
@@ -30,5 +30,11 @@ lint: setup ## ruff, mypy and the import rules
 test: lint ## lint and the tests; at most 25 minutes on 2 cores
 	@.venv/bin/pytest -m "not slow"
 
-test-all: lint ## also the slow tests
+test-all: harnesses lint ## also the slow tests
 	@.venv/bin/pytest
+
+test-harnesses: harnesses ## install every harness, and run the tests that drive them
+	@.venv/bin/pytest -m harness
+
+harnesses: export LEGORL_HARNESSES = $(notdir $(basename $(filter-out %/command.toml,$(wildcard legorl/harnesses/*.toml))))
+harnesses: setup

@@ -5,7 +5,7 @@
 set -eu -o pipefail
 cd "$(dirname "$(readlink -f "$0")")/.."
 python=${PYTHON:-python3}
-harnesses=${LEGORL_HARNESSES:-mini-swe-agent pi}
+harnesses=${LEGORL_HARNESSES:-mini-swe-agent pi claude-code codex}
 log=runs/setup.log
 mkdir -p runs
 exec 9>runs/.setup.lock
@@ -41,7 +41,9 @@ will() { plan+=("$(printf '  %-62s %6s MB %4s min' "$1" "$2" "$3")"); }
 [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] || will ".venv here: PyTorch and vLLM for $extra, tools for tests" 4000 6
 [ -e "$models/SmolLM2-135M-Instruct/config.json" ] || will "model SmolLM2-135M-Instruct in $models" 270 1
 [ -e "$models/../.sandboxes" ] || will "sandboxes: a base image, and where root a user to own them" 620 3
-[ -e "$models/../.harnesses" ] || will "harnesses: $harnesses" 500 4
+missing=()
+for name in $harnesses; do compgen -G "$models/../harness/$name-*" >/dev/null || missing+=("$name"); done
+[ ${#missing[@]} = 0 ] || will "harnesses: ${missing[*]}" $((${#missing[@]} * 300)) 2
 [ ${#plan[@]} = 0 ] || printf '%s\n' "setup: will install what is missing here:" "${plan[@]}" >&2
 
 if [ ${#packages[@]} != 0 ]; then
@@ -70,9 +72,12 @@ if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
     [ $extra = cuda ] || phase "python: without CUDA builds" .venv/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec
     echo "$wanted" >$stamp
 fi
+# Harnesses are downloads for the most part: they come in beside the model and the image, which wait for other things.
+# shellcheck disable=SC2086  # a list of names
+setpriv --pdeathsig TERM nice .venv/bin/python -m legorl.harness install $harnesses >>"$log" 2>&1 9>&- &
+installing=$!
 [ -e "$models/SmolLM2-135M-Instruct/config.json" ] || phase "model" nice .venv/bin/python recipes/get_model.py
 phase "sandboxes" .venv/bin/python -m legorl.sandbox setup
 touch "$models/../.sandboxes"
-# shellcheck disable=SC2086  # a list of names
-phase "harnesses" .venv/bin/python -m legorl.harness install $harnesses
-touch "$models/../.harnesses"
+phase "harnesses" tail --pid=$installing -f /dev/null
+wait $installing || die "the harnesses could not be installed: $(tail -n 1 "$log")"
