@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legorl import harness as h
-from legorl.harness.install import install_all
+from legorl.harness.install import install_all, keep_only
 
 VALUES = {
     "task": "do it",
@@ -248,6 +248,17 @@ def test_install_is_whole_compiled_readable_and_done_once(
         install_all([changed])
     # What failed leaves nothing, and what was there stays.
     assert toy.installed and [p.name for p in toy.folder.parent.iterdir() if not p.name.endswith(".lock")] == ["mine-1"]
+
+
+def test_only_what_a_harness_runs_with_is_kept(tmp_path: Path) -> None:
+    for path in ("node_modules/@x/tool-linux-x64/tool", "node_modules/@x/tool/wrapper.js", "package.json"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    with pytest.raises(h.HarnessError, match="2 files fit"):
+        keep_only({"bin/tool": "node_modules/@x/*"}, tmp_path)
+    keep_only({"bin/tool": "node_modules/@x/tool-linux-*/tool"}, tmp_path)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["bin", "bin/tool"]
+    assert (tmp_path / "bin" / "tool").read_text() == "node_modules/@x/tool-linux-x64/tool"
 
 
 def test_command_lists_and_refuses() -> None:

@@ -90,7 +90,7 @@ def _fill(harness: Harness, folder: Path) -> None:
             node.parent.mkdir(parents=True)
             node.hardlink_to(release / "bin" / "node")
     if plan.keep:
-        _keep(plan.keep, folder)
+        keep_only(plan.keep, folder)
 
 
 def _node(version: str, cache: Path) -> Path:
@@ -131,19 +131,20 @@ def _npm(packages: tuple[str, ...], release: Path, folder: Path) -> None:
     _run([str(node), str(npm), "install", *flags, *packages], cwd=folder, env={**os.environ, "PATH": path})
 
 
-def _keep(keep: dict[str, str], folder: Path) -> None:
+def keep_only(keep: dict[str, str], folder: Path) -> None:
     """Move the files that the harness runs with to where it wants them, and drop everything else that came along.
 
     Raises HarnessError for a pattern that does not fit exactly one file.
     """
     everything = list(folder.iterdir())
+    found = {path: list(folder.glob(pattern)) for path, pattern in keep.items()}
+    for path, fitting in found.items():
+        if len(fitting) != 1:
+            raise HarnessError(f"install.keep: {len(fitting)} files fit {keep[path]}, not one")
     kept = folder / ".kept"
-    for path, pattern in keep.items():
-        found = list(folder.glob(pattern))
-        if len(found) != 1:
-            raise HarnessError(f"install.keep: {len(found)} files fit {pattern}, not one")
+    for path, (file,) in found.items():
         (kept / path).parent.mkdir(parents=True, exist_ok=True)
-        found[0].rename(kept / path)
+        file.rename(kept / path)
     for old in everything:
         if old.is_dir():
             shutil.rmtree(old)

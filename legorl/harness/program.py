@@ -59,8 +59,11 @@ def copy_program(program: Program, folder: Path) -> None:
             if not made.is_symlink():
                 executable = made.is_dir() or made.stat().st_mode & 0o111
                 made.chmod(0o755 if executable else 0o644)
-        if not folder.is_dir():
+        try:
             making.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
