@@ -6,7 +6,9 @@ retry cannot mend are 4xx, so that harnesses do not retry them. What differs bet
 (chat, responses_api, messages_api), all with the functions of `Wire`; what they share is here.
 """
 
+import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,14 +20,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from legorl.commands.serve import chat, messages_api, responses_api
+from legorl.commands.serve import bound, chat, messages_api, responses_api
 from legorl.commands.serve.delivery import Failure, failure_of
+from legorl.commands.serve.engine import ContextOverflow
 from legorl.commands.serve.messages import BadRequest, mend
 from legorl.commands.serve.server import Server
 from legorl.commands.serve.session import Session
 from legorl.commands.serve.turn import Cut, Request, Turn, reject_unanswerable
 
 MAX_BODY = 32 << 20  # bytes
+MOST_DRAINED = 4 * MAX_BODY
 NO_BUFFER = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -46,29 +50,38 @@ def harness_app(server: Server) -> Starlette:
     """The app behind the sandbox's socket."""
 
     def session_of(request: HttpRequest) -> Session:
-        key = request.path_params.get("key") or request.headers.get("x-api-key")
+        keys = [request.path_params.get("key"), request.headers.get("x-api-key")]
         bearer = request.headers.get("authorization", "")
-        if not key and bearer.lower().startswith("bearer "):
-            key = bearer[7:].strip()
-        session = server.session_by_key(key) if key else None
-        if session is None:
-            raise _UnknownKey
-        return session
+        if bearer.lower().startswith("bearer "):
+            keys.append(bearer[7:].strip())
+        for key in keys:  # clients with several settings send several keys
+            if key and (session := server.session_by_key(key)):
+                return session
+        raise _UnknownKey
 
     async def models(request: HttpRequest) -> Response:
         try:
             session_of(request)
         except _UnknownKey as error:
-            return _failed(error, _wire(request))
-        item = _model(server.name, server.started)
+            return await _failed(error, _wire(request), request)
+        item = _model(server.name, server.started, server.engine.info().context)
         wanted = request.path_params.get("model")
         if wanted is None:
             page = {"has_more": False, "first_id": server.name, "last_id": server.name}
             return JSONResponse({"object": "list", "data": [item], **page})
         if wanted != server.name:
-            failure = Failure(404, "route", f"no model {wanted!r}; this is {server.name!r}", "model_not_found")
-            return JSONResponse(_wire(request).error(failure), 404)
+            why = f"no model {wanted!r}; this is {server.name!r}"
+            return JSONResponse(_wire(request).error(Failure(404, "route", why, "model_not_found", param="model")), 404)
         return JSONResponse(item)
+
+    async def refuse_oversized(asked: Request, size: int, session: Session) -> None:
+        context = server.engine.info().context
+        if size <= bound.MOST_PER_TOKEN * context:
+            return
+        tokens = await asyncio.to_thread(bound.least_tokens, server.engine.tokenizer, asked, context)
+        if tokens > context:
+            session.overflow = True
+            raise ContextOverflow(tokens, context)
 
     def answers(wire: Wire) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(request: HttpRequest) -> Response:
@@ -76,6 +89,7 @@ def harness_app(server: Server) -> Starlette:
                 session = session_of(request)
                 asked = _identified(wire.read_request(await _json(request)), request)
                 reject_unanswerable(asked)
+                await refuse_oversized(asked, request.state.size, session)
                 turn = session.open_turn(asked)
                 ids = {"request-id": turn.id, "x-request-id": turn.id}
                 if asked.streamed:
@@ -86,7 +100,7 @@ def harness_app(server: Server) -> Starlette:
             except Cut:
                 return StreamingResponse(_broken_off(), media_type="application/json")
             except Exception as error:
-                return _failed(error, wire)
+                return await _failed(error, wire, request)
 
         return answer
 
@@ -94,9 +108,9 @@ def harness_app(server: Server) -> Starlette:
         try:
             session = session_of(request)
             asked = messages_api.read_request(await _json(request))
-            return JSONResponse(messages_api.count(session.count(asked)))
+            return JSONResponse(messages_api.count(await asyncio.to_thread(session.count, asked)))
         except Exception as error:
-            return _failed(error, messages_api)
+            return await _failed(error, messages_api, request)
 
     async def alive(_request: HttpRequest) -> Response:
         return Response()
@@ -161,37 +175,54 @@ def _identified(asked: Request, request: HttpRequest) -> Request:
 
 
 async def _json(request: HttpRequest) -> dict[str, Any]:
+    """The body: strict JSON in UTF-8, of numbers and characters that the record can hold."""
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding != "identity":
+        raise BadRequest(f"a body with content-encoding {coding!r} is not supported", "unsupported_value")
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BODY:
             raise _TooLarge
+    request.state.size = len(data)
     try:
-        body = json.loads(data)
+        # Decoded here because json would let half a surrogate pair pass.
+        body = _DECODER.decode(data.decode("utf-8-sig"))
         if b"\\ud" in data or b"\\uD" in data:
             # JavaScript programs cut strings within a character.
             body = json.loads(mend(json.dumps(body, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}", "invalid_json") from error
     if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
+        raise BadRequest("the body must be a JSON object", "invalid_type")
     return body
 
 
-def _model(name: str, started: float) -> dict[str, Any]:
-    """The one model, as both families of clients read it."""
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a number that can be kept")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
+def _model(name: str, started: float, context: int) -> dict[str, Any]:
+    """The one model, as both families of clients read it, and with what other servers add about its context."""
     since = datetime.fromtimestamp(int(started), UTC).isoformat().replace("+00:00", "Z")
-    openai = {"id": name, "object": "model", "created": int(started), "owned_by": "legorl"}
-    return {**openai, "type": "model", "display_name": name, "created_at": since, "lifecycle": "active"}
+    openai = {"id": name, "object": "model", "created": int(started), "owned_by": "legorl", "max_model_len": context}
+    anthropic = {"type": "model", "display_name": name, "created_at": since, "lifecycle": "active"}
+    return {**openai, **anthropic, "max_input_tokens": context}
 
 
 def _wire(request: HttpRequest) -> Wire:
     """The protocol that a request without a route of its own is most likely to speak."""
-    theirs = "/messages" in request.url.path or "anthropic-version" in request.headers
+    theirs = "/messages" in request.scope["path"] or "anthropic-version" in request.headers
     return messages_api if theirs else chat
 
 
-def _failed(error: Exception, wire: Wire) -> Response:
+async def _failed(error: Exception, wire: Wire, request: HttpRequest) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, _UnknownKey):
@@ -202,12 +233,31 @@ def _failed(error: Exception, wire: Wire) -> Response:
         failure = failure_of(error)
     if failure is None:
         raise error
-    return JSONResponse(wire.error(failure), failure.status)
+    await _drain(request)
+    headers = {"retry-after": "1"} if failure.kind == "busy" else None
+    return JSONResponse(wire.error(failure), failure.status, headers)
+
+
+async def _drain(request: HttpRequest) -> None:
+    """Read what is left of a body that is refused unread: many clients read no answer before they have written all.
+
+    Not that of a client which waits to be told (Expect: 100-continue).
+    """
+    unread = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
+    if not unread or "expect" in request.headers or hasattr(request.state, "size"):
+        return
+    left = MOST_DRAINED
+    while left > 0:
+        message = await request.receive()
+        left -= len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return
 
 
 async def _no_route(request: HttpRequest, error: Any) -> Response:
-    failure = Failure(error.status_code, "route", f"no route {request.method} {request.url.path}")
-    return JSONResponse(_wire(request).error(failure), failure.status)
+    await _drain(request)
+    failure = Failure(error.status_code, "route", f"no route {request.method} {request.scope['path']}", "unknown_url")
+    return JSONResponse(_wire(request).error(failure), failure.status, error.headers)
 
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:

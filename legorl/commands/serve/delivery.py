@@ -1,12 +1,13 @@
 """Between a turn and the protocols: which text may be shown while it is sampled, and what went wrong in common terms.
 
-`parts` feeds every protocol's stream: reasoning and content as they are sampled, and a beat whenever nothing came for a
-while, so that long waits (new weights, a long tool call) do not look like a dead server. From the first sign of a tool
-call on, text is held back until the calls are parsed: what becomes a call must not be shown as content.
+`events` feeds every protocol's stream with `parts`: reasoning and content as they are sampled, and a beat whenever
+nothing came for a while, so that long waits (new weights, a long tool call) do not look like a dead server. From the
+first sign of a tool call on, text is held back until the calls are parsed: what becomes a call must not be shown as
+content.
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +33,16 @@ class Failure:
     kind: str
     message: str
     code: str | None = None
-    tokens: tuple[int | None, int | None] | None = (
-        None  # of the prompt and of the context, where the prompt is too long
-    )
+    tokens: tuple[int | None, int | None] | None = None  # prompt and context, where the prompt is too long
+    param: str | None = None  # the field of the request
 
 
 def failure_of(error: Exception) -> Failure | None:
     """Say what `error` means to a client, None if it is none of ours."""
     if isinstance(error, BadRequest):
-        return Failure(400, "request", str(error), error.code)
+        return Failure(400, "request", str(error), error.code, param=error.param)
     if isinstance(error, RecursionError):
-        return Failure(400, "request", "the body is nested too deeply", "invalid_request_error")
+        return Failure(400, "request", "the body is nested too deeply", "invalid_value")
     if isinstance(error, ContextOverflow):
         return Failure(400, "long", str(error), "context_length_exceeded", (error.prompt, error.context))
     if isinstance(error, BudgetSpent):
@@ -58,6 +58,23 @@ def failure_of(error: Exception) -> Failure | None:
     if isinstance(error, EngineError):
         return Failure(500, "engine", str(error), "engine_error")
     return None
+
+
+async def events(
+    turn: Turn,
+    beat: bytes,
+    push: Callable[[str, str], list[bytes]],
+    failed: Callable[[Failure], bytes],
+) -> AsyncIterator[bytes]:
+    """Yield what a protocol's `push` makes of the parts, `beat` where nothing comes, and `failed` before it raises."""
+    try:
+        async for kind, piece in parts(turn):
+            for event in [beat] if kind == BEAT else push(kind, piece):
+                yield event
+    except Exception as fault:
+        if failure := failure_of(fault):
+            yield failed(failure)
+        raise
 
 
 async def parts(turn: Turn) -> AsyncIterator[tuple[str, str]]:

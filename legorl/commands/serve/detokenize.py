@@ -52,3 +52,15 @@ class Detokenizer:
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def tokens_through(tokenizer: Any, ids: list[int], mark: str) -> int:
+    """Return how many of `ids` it takes until their text holds `mark`; all of them if it never does."""
+    known = tokenizer.convert_tokens_to_ids(mark)
+    if known in ids and tokenizer.convert_ids_to_tokens(known) == mark:  # else the id of unknown tokens
+        return ids.index(known) + 1
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if mark in tokenizer.decode(ids[:middle]) else (middle + 1, high)
+    return low

@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -102,6 +103,8 @@ async def serving(server: Server, port: int | None) -> AsyncIterator[tuple[Path,
 def _config(app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        http=_http(),
+        ws="none",
         log_level="error",
         access_log=False,
         lifespan="off",
@@ -111,6 +114,14 @@ def _config(app: object) -> uvicorn.Config:
         backlog=BACKLOG,
         h11_max_incomplete_event_size=64 << 10,
     )
+
+
+def _http() -> Any:
+    try:
+        from legorl.commands.serve.guard import Guarded
+    except ModuleNotFoundError:  # without httptools; h11 is slower, and bounds heads itself
+        return "h11"
+    return Guarded
 
 
 async def run_command(server: Server, argv: list[str], control: Path, port: int, stdout: int, stderr: int) -> int:

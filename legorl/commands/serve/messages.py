@@ -14,11 +14,11 @@ Message = dict[str, Any]
 
 
 class BadRequest(Exception):
-    """The request is not one this server can answer; the message is for the harness, `code` for its error type."""
+    """The request is not one this server can answer. `code` and `param` (the field) are those of OpenAI's errors."""
 
-    def __init__(self, message: str, code: str = "invalid_request_error"):
+    def __init__(self, message: str, code: str = "invalid_value", param: str | None = None):
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 
 def text_of(content: Any) -> str:
@@ -41,7 +41,8 @@ def text_of(content: Any) -> str:
             parts.append(block["refusal"])
         else:
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise BadRequest(f"content of type {kind!r} is not supported: this model reads text only")
+            why = f"content of type {kind!r} is not supported: this model reads text only"
+            raise BadRequest(why, "unsupported_value")
     return "\n".join(p for p in parts if p)
 
 

@@ -2,7 +2,7 @@
 
 Replies and events are built with the `anthropic` package's own models. Cache markers are dropped: they move from turn
 to turn and mean nothing to the model. So is the billing block that Claude Code puts in front of its system prompt,
-which changes with every request.
+which changes with every request. A tool call leaves as one delta, once it has been read.
 """
 
 import json
@@ -25,33 +25,54 @@ from anthropic.types import (
 
 from legorl.commands.serve import delivery, reading
 from legorl.commands.serve.delivery import Failure, sse
-from legorl.commands.serve.messages import BadRequest, Message, text_of
+from legorl.commands.serve.messages import BadRequest, Message
+from legorl.commands.serve.reading import ANY, NUMBER, unsupported
 from legorl.commands.serve.turn import Request, Turn
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "tool_choice", "thinking", "output_config",
     "context_management",
 )  # fmt: skip
+FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(SAMPLING_FIELDS, ANY),
+    **dict.fromkeys(("messages", "tools", "mcp_servers"), (list,)),
+    **dict.fromkeys(("thinking", "output_config", "tool_choice"), (dict,)),
+    **dict.fromkeys(("temperature", "top_p"), NUMBER),
+    "model": (str,), "system": (str, list), "top_k": (int,), "stream": (bool,),
+    **dict.fromkeys(("container", "output_format", "compaction", "thread"), ANY),
+}  # fmt: skip
+NOT_GIVEN = {
+    "output_format": "is not supported: answers are not constrained by a grammar",
+    "mcp_servers": "is not supported: this server runs no tools",
+    "container": "is not supported: this server runs no tools",
+    "compaction": "is not supported: nothing is summarised here",
+}
+NO_THREADS = "thread_unsupported_request"  # at which the official client sends its whole history instead
 BILLING = "x-anthropic-billing-header:"
 BEAT = sse({"type": "ping"}, "ping")
 
 
 def read_request(body: dict[str, Any]) -> Request:
     """Turn the JSON body of POST /v1/messages into a Request; raise BadRequest for what it cannot mean."""
-    config = body.get("output_config")
-    if body.get("output_format") or (isinstance(config, dict) and config.get("format")):
-        raise BadRequest("'output_config.format' is not supported: answers are not constrained by a grammar")
-    if body.get("mcp_servers") or body.get("container"):
-        raise BadRequest("'mcp_servers' and 'container' are not supported: this server runs no tools")
+    ignored = reading.check(body, FIELDS)
+    for name, why in NOT_GIVEN.items():
+        if body.get(name):
+            raise unsupported(name, why)
+    if body.get("thread"):
+        raise BadRequest("'thread' is not supported: no conversation is held here, send all messages", NO_THREADS)
+    if (body.get("output_config") or {}).get("format"):
+        raise unsupported("output_config.format", "is not supported: answers are not constrained by a grammar")
     tools, skipped = _tools(body)
     messages = _system(body.get("system"))
     for position, message in enumerate(reading.listed(body, "messages")):
-        messages += _messages(message, f"messages[{position}]")
+        messages += _messages(message, f"messages.{position}")
+    if not body.get("messages"):
+        messages = []
     return Request(
         protocol="anthropic",
-        messages=reading.conversation(messages),
+        messages=reading.conversation(messages, "messages"),
         tools=tools,
-        requested=reading.asked_for(body, SAMPLING_FIELDS, skipped),
+        requested=reading.asked_for(body, SAMPLING_FIELDS, skipped_tools=skipped, ignored_fields=ignored),
         stop=reading.stops(body, "stop_sequences"),
         max_tokens=reading.positive(body, "max_tokens"),
         streamed=bool(body.get("stream")),
@@ -61,7 +82,7 @@ def read_request(body: dict[str, Any]) -> Request:
 def _system(system: Any) -> list[Message]:
     if isinstance(system, list):
         system = [b for b in system if not _is_billing(b)]
-    text = text_of(system)
+    text = reading.text(system, "system")
     return [{"role": "system", "content": text}] if text else []
 
 
@@ -73,17 +94,19 @@ def _tools(body: dict[str, Any]) -> tuple[list[reading.Tool], list[str]]:
     """Return the tools offered to the model, and the names of those whose schema only Anthropic's models know."""
     tools, skipped = [], []
     for position, tool in enumerate(reading.listed(body, "tools")):
-        where = f"tools[{position}]"
+        where = f"tools.{position}"
         if not isinstance(tool, dict):
-            raise BadRequest(f"{where}: a tool must be an object")
+            raise reading.wrong_type(where, "an object")
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
             skipped.append(f"{tool['type']}:{tool.get('name')}")
             continue
-        tools.append(reading.function(tool.get("name"), tool.get("description"), tool.get("input_schema"), where))
+        name, description, schema = (tool.get(f) for f in ("name", "description", "input_schema"))
+        tools.append(reading.function(name, description, schema, where, "input_schema"))
     choice = body.get("tool_choice")
-    if choice is not None and not isinstance(choice, dict):
-        raise BadRequest("'tool_choice' must be an object")
-    kind = (choice or {}).get("type")
+    if choice is None:
+        return reading.chosen(tools, None), skipped
+    kind = choice.get("type")
+    reading.one_of(kind, ("auto", "any", "tool", "none"), "tool_choice.type")
     names = [reading.text_field(choice, "name", "tool_choice")] if kind == "tool" else None
     return reading.chosen(tools, kind, names), skipped
 
@@ -93,17 +116,17 @@ def _messages(message: Any, where: str) -> list[Message]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant"):
         raise BadRequest(f"{where}: 'role' must be one of user, assistant, system")
-    content = message.get("content")
+    content, where = message.get("content"), f"{where}.content"
     if role == "assistant":
         return [_answer(content, where)]
     if role == "system" or not isinstance(content, list):
-        return [{"role": role, "content": text_of(content)}]
+        return [{"role": role, "content": reading.text(content, where)}]
     shaped: list[Message] = []
     texts: list[Any] = []
 
     def close() -> None:
         if texts:
-            shaped.append({"role": "user", "content": text_of(texts)})
+            shaped.append({"role": "user", "content": reading.text(texts, where)})
             texts.clear()
 
     for block in content:
@@ -117,7 +140,7 @@ def _messages(message: Any, where: str) -> list[Message]:
 
 
 def _result(block: dict[str, Any], where: str) -> Message:
-    text = text_of(block.get("content"))
+    text = reading.text(block.get("content"), f"{where}: tool_result")
     if block.get("is_error"):
         text = f"Error: {text}"
     return {"role": "tool", "content": text, "tool_call_id": reading.text_field(block, "tool_use_id", where)}
@@ -142,7 +165,7 @@ def _answer(content: Any, where: str) -> Message:
             thoughts.append(reading.text_field(block, "thinking", f"{where}: thinking"))
         elif kind != "redacted_thinking":  # unreadable to any other model
             texts.append(block)
-    answer["content"] = text_of([t for t in texts if t is not None])
+    answer["content"] = reading.text([t for t in texts if t is not None], where)
     if thoughts:
         answer["reasoning"] = "\n".join(thoughts)
     return answer
@@ -159,6 +182,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": len(turn.ids),
+        "output_tokens_details": {"thinking_tokens": turn.reasoning_tokens},
     }
 
 
@@ -195,27 +219,14 @@ def count(tokens: int) -> dict[str, Any]:
 
 async def stream(turn: Turn, _asked: Request, model: str) -> AsyncIterator[bytes]:
     """The answer as server-sent events, text as it is sampled; raises after the event that says what failed."""
-    start = {
-        **_head(turn, model),
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {"input_tokens": turn.node.prompt_len, "output_tokens": 0},
-    }
+    usage = {**_usage(turn), "input_tokens": turn.node.prompt_len, "cache_read_input_tokens": 0, "output_tokens": 0}
+    del usage["output_tokens_details"]
+    start = {**_head(turn, model), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event(RawMessageStartEvent, type="message_start", message=start)
     yield BEAT
     blocks = _Blocks(turn.id)
-    try:
-        async for kind, piece in delivery.parts(turn):
-            if kind == delivery.BEAT:
-                yield BEAT
-            else:
-                for event in blocks.push(kind, piece):
-                    yield event
-    except Exception as fault:
-        if failure := delivery.failure_of(fault):
-            yield sse(error(failure), "error")
-        raise
+    async for event in delivery.events(turn, BEAT, blocks.push, lambda failure: sse(error(failure), "error")):
+        yield event
     for event in blocks.close():
         yield event
     for use in _uses(turn):
@@ -281,4 +292,7 @@ def error(failure: Failure) -> dict[str, Any]:
     message = failure.message
     if failure.tokens:
         message = "prompt is too long: {} tokens > {} maximum".format(*failure.tokens)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    whole: dict[str, Any] = {"type": kind, "message": message}
+    if failure.code == NO_THREADS:
+        whole["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+    return {"type": "error", "error": whole}

@@ -1,85 +1,163 @@
-"""OpenAI Responses: a request body to a Request, a turn to the reply or its stream of events.
+"""OpenAI Responses: a request body to a Request. The reply is in responses_reply.
 
-Replies and events are built with the `openai` package's own models. Nothing is stored: a request carries its whole
-conversation, as items; the items of one answer (reasoning, message, function calls) stand next to each other and are
-put together again. Tools that the server would have to run (web search, code interpreter, ...) and those whose calls
-are no JSON (custom grammars, namespaces) are not offered to the model; the turn's record names them.
+Nothing is stored: a request carries its whole conversation, as items; the items of one answer (reasoning, message,
+calls) stand next to each other and are put together again. Every tool that the client runs is a function to the model:
+one in a namespace is called NAMESPACE__NAME, a custom one (whose input is free text, perhaps of a grammar) has one
+argument `input`. `Form` says how such a tool is called on the wire. Tools that the server would have to run (web
+search, code interpreter, ...) are not offered to the model; the turn's record names them.
 """
 
-from collections.abc import AsyncIterator
-from itertools import count
+import base64
+import json
+from dataclasses import dataclass
 from typing import Any
 
-from openai.types import responses as openai_responses
-from openai.types.responses import Response
-
-from legorl.commands.serve import delivery, reading
+from legorl.commands.serve import reading
 from legorl.commands.serve.chat import error as error  # one shape on all of OpenAI's routes
-from legorl.commands.serve.delivery import sse
-from legorl.commands.serve.messages import BadRequest, Message, text_of
-from legorl.commands.serve.turn import Request, Turn
+from legorl.commands.serve.messages import BadRequest, Message
+from legorl.commands.serve.reading import ANY, NUMBER, unsupported
+from legorl.commands.serve.responses_reply import SEALED
+from legorl.commands.serve.responses_reply import reply as reply
+from legorl.commands.serve.responses_reply import stream as stream
+from legorl.commands.serve.turn import Request
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "max_output_tokens", "max_tool_calls", "tool_choice", "parallel_tool_calls", "reasoning",
     "text", "truncation", "store", "include",
 )  # fmt: skip
-STORED = ("previous_response_id", "conversation", "prompt", "background")
+FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(SAMPLING_FIELDS, ANY),
+    **dict.fromkeys(("tools", "include"), (list,)),
+    **dict.fromkeys(("text", "reasoning", "metadata"), (dict,)),
+    **dict.fromkeys(("temperature", "top_p"), NUMBER),
+    **dict.fromkeys(("top_logprobs", "max_tool_calls"), (int,)),
+    **dict.fromkeys(("stream", "store", "background", "parallel_tool_calls"), (bool,)),
+    **dict.fromkeys(("model", "truncation"), (str,)),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ANY),
+    "input": (str, list), "instructions": (str, list), "tool_choice": (str, dict),
+}  # fmt: skip
+NOT_GIVEN = {
+    "previous_response_id": "is not supported: responses are not stored, send the whole input",
+    "conversation": "is not supported: conversations are not stored, send the whole input",
+    "prompt": "is not supported: prompts are not stored, send 'instructions' and 'input'",
+    "background": "is not supported: responses are not stored",
+    "top_logprobs": "are not handed out; they are in the recorded trajectory",
+}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-BEAT = b": waiting\n\n"
+CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a client knows a tool that the model sees as a function of another name or shape."""
+
+    name: str
+    namespace: str | None
+    custom: bool
 
 
 def read_request(body: dict[str, Any]) -> Request:
     """Turn the JSON body of POST /v1/responses into a Request; raise BadRequest for what it cannot mean."""
-    for name in STORED:
+    ignored = reading.check(body, FIELDS)
+    for name, why in NOT_GIVEN.items():
         if body.get(name):
-            raise BadRequest(f"'{name}' is not supported: responses are not stored, send the whole input")
-    text = body.get("text")
-    wanted = text.get("format") if isinstance(text, dict) else None
+            raise unsupported(name, why)
+    wanted = (body.get("text") or {}).get("format")
     if wanted is not None and (not isinstance(wanted, dict) or wanted.get("type") != "text"):
-        raise BadRequest("'text.format' must be text: answers are not constrained by a grammar")
-    if body.get("top_logprobs"):
-        raise BadRequest("'top_logprobs' are not handed out; log-probabilities are in the recorded trajectory")
-    tools, skipped = _tools(body)
+        raise unsupported("text.format", "must be text: answers are not constrained by a grammar")
+    if "message.output_text.logprobs" in reading.listed(body, "include"):
+        raise unsupported("include", "cannot be log-probabilities; they are in the recorded trajectory")
+    forms: dict[str, Form] = {}
+    tools, skipped = _tools(reading.listed(body, "tools"), forms)
     return Request(
         protocol="openai-responses",
-        messages=reading.conversation(_messages(body)),
-        tools=tools,
-        requested=reading.asked_for(body, SAMPLING_FIELDS, skipped),
+        messages=reading.conversation(_messages(body), "input"),
+        tools=_chosen(tools, forms, body.get("tool_choice")),
+        requested=reading.asked_for(body, SAMPLING_FIELDS, skipped_tools=skipped, ignored_fields=ignored),
         max_tokens=reading.positive(body, "max_output_tokens"),
         streamed=bool(body.get("stream")),
+        forms=forms,
     )
 
 
-def _tools(body: dict[str, Any]) -> tuple[list[reading.Tool], list[str]]:
-    """Return the tools offered to the model, and what was not offered."""
-    tools, skipped = [], []
-    for position, tool in enumerate(reading.listed(body, "tools")):
-        where = f"tools[{position}]"
+def canonical(name: str, namespace: Any) -> str:
+    """The name by which the model knows a tool."""
+    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+def _tools(listed: list[Any], forms: dict[str, Form]) -> tuple[list[reading.Tool], list[str]]:
+    """Return the tools offered to the model, and what was not offered; note in `forms` those of a special form."""
+    tools: list[reading.Tool] = []
+    skipped: list[str] = []
+
+    def add(tool: Any, where: str, namespace: str | None) -> None:
         kind = reading.text_field(tool, "type", where)
-        if kind != "function":
+        if kind not in ("function", "custom"):
             skipped.append(f"{kind}:{tool['name']}" if isinstance(tool.get("name"), str) else kind)
-            continue
-        tools.append(reading.function(tool.get("name"), tool.get("description"), tool.get("parameters"), where))
-    choice = body.get("tool_choice")
-    names = None
-    if isinstance(choice, dict):
-        named = reading.listed(choice, "tools") if choice.get("type") == "allowed_tools" else [choice]
-        names = [reading.text_field(c, "name", "tool_choice") for c in named]
-    return reading.chosen(tools, choice, names), skipped
+            return
+        name, description, schema = (tool.get(f) for f in ("name", "description", "parameters"))
+        if kind == "custom":
+            description, schema = _with_grammar(description, tool.get("format")), CUSTOM
+        if isinstance(name, str) and name and (namespace or kind == "custom"):
+            form = Form(name, namespace, kind == "custom")
+            name = canonical(name, namespace)
+            forms[name] = form
+        tools.append(reading.function(name, description, schema, where))
+
+    for position, tool in enumerate(listed):
+        where = f"tools[{position}]"
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            namespace = reading.text_field(tool, "name", where)
+            for place, inner in enumerate(reading.listed(tool, "tools", where)):
+                add(inner, f"{where}.tools[{place}]", namespace)
+        else:
+            add(tool, where, None)
+    return tools, skipped
+
+
+def _with_grammar(description: Any, form: Any) -> Any:
+    """Show the model the grammar that a custom tool's input is to have; nothing enforces it."""
+    if not isinstance(form, dict) or not isinstance(form.get("definition"), str):
+        return description
+    return (
+        f"{description or ''}\n\nThe input must follow this {form.get('syntax')} grammar:\n{form['definition']}".strip()
+    )
+
+
+def _chosen(tools: list[reading.Tool], forms: dict[str, Form], choice: Any) -> list[reading.Tool]:
+    if isinstance(choice, str):
+        reading.one_of(choice, ("auto", "none", "required"), "tool_choice")
+    if not isinstance(choice, dict):
+        return reading.chosen(tools, choice)
+    reading.one_of(choice.get("type"), ("function", "custom", "allowed_tools"), "tool_choice.type")
+    named = [choice]
+    if choice["type"] == "allowed_tools":
+        reading.one_of(choice.get("mode"), ("auto", "required"), "tool_choice.mode")
+        named = reading.listed(choice, "tools", "tool_choice")
+    names = []
+    for one in named:
+        name = reading.text_field(one, "name", "tool_choice")
+        if one.get("type") == "namespace":
+            names += [known for known, form in forms.items() if form.namespace == name]
+        else:
+            names.append(canonical(name, one.get("namespace")))
+    return reading.chosen(tools, choice, names)
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:
-    instructions = body.get("instructions")
+    instructions, items = body.get("instructions"), body.get("input")
     messages: list[Message] = []
-    if instructions:
-        messages.append({"role": "system", "content": text_of(instructions)})
-    items = body.get("input")
+    reader = _Items(messages)
+    if isinstance(instructions, list):  # items, as a stored response would give them
+        for position, item in enumerate(instructions):
+            reader.add(item, f"instructions[{position}]")
+    elif instructions:
+        messages.append({"role": "system", "content": instructions})
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
-    reader = _Items(messages)
-    for position, item in enumerate(reading.listed(body, "input")):
+    for position, item in enumerate(items or []):
         reader.add(item, f"input[{position}]")
-    return messages
+    return messages if items else []
 
 
 class _Items:
@@ -95,32 +173,37 @@ class _Items:
 
     def add(self, item: Any, where: str) -> None:
         if not isinstance(item, dict):
-            raise BadRequest(f"{where}: an item must be an object")
+            raise reading.wrong_type(where, "an object")
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
-            self._answer, self._thought = None, _thought(item)
-        elif kind == "function_call":
+            self._answer, self._thought = None, _thought(item, where)
+        elif kind in ("function_call", "custom_tool_call"):
+            ident = reading.text_field(item, "call_id", where)
+            given = reading.text_field(item, "arguments" if kind == "function_call" else "input", where)
+            custom = json.dumps({"input": given}, ensure_ascii=False)
             self._continue(False)["tool_calls"].append(
                 {
-                    "id": reading.text_field(item, "call_id", where),
-                    "name": reading.text_field(item, "name", where),
-                    "arguments": reading.text_field(item, "arguments", where) or "{}",
+                    "id": ident,
+                    "name": canonical(reading.text_field(item, "name", where), item.get("namespace")),
+                    "arguments": (given or "{}") if kind == "function_call" else custom,
                 }
             )
         elif kind == "message" and item.get("role") == "assistant":
-            self._continue(True)["content"] = text_of(item.get("content"))
+            self._continue(True)["content"] = reading.text(item.get("content"), f"{where}.content")
         elif kind == "message":
             role = item.get("role")
             if not isinstance(role, str) or role not in ROLES:
-                raise BadRequest(f"{where}: 'role' must be one of {', '.join(ROLES)}")
-            self._other({"role": ROLES[role], "content": text_of(item.get("content"))})
-        elif kind == "function_call_output":
+                raise BadRequest(f"{where}: 'role' must be one of {', '.join(ROLES)}", param=f"{where}.role")
+            self._other({"role": ROLES[role], "content": reading.text(item.get("content"), f"{where}.content")})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             ident = reading.text_field(item, "call_id", where)
-            self._other({"role": "tool", "content": text_of(item.get("output")), "tool_call_id": ident})
+            result = reading.text(item.get("output"), f"{where}.output")
+            self._other({"role": "tool", "content": result, "tool_call_id": ident})
         elif kind == "item_reference":
-            raise BadRequest(f"{where}: items are not stored, send the item itself")
+            why = f"{where}: items are not stored, send the item itself (clients: set 'store' to false)"
+            raise BadRequest(why, "unsupported_value", where)
         else:
-            raise BadRequest(f"{where}: items of type {kind!r} are not supported")
+            raise BadRequest(f"{where}: items of type {kind!r} are not supported", "unsupported_value", where)
 
     def _continue(self, text: bool) -> Message:
         """Return the answer that an item belongs to; a text begins a new one."""
@@ -137,187 +220,12 @@ class _Items:
         self._messages.append(message)
 
 
-def _thought(item: dict[str, Any]) -> str:
-    return text_of(item.get("content") or item.get("summary") or "")
-
-
-def _usage(turn: Turn) -> dict[str, Any]:
-    prompt, completion = turn.node.prompt_len, len(turn.ids)
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": turn.cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": completion,
-        # Tokens are not split at the end of the reasoning: text is.
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + completion,
-    }
-
-
-def _response(turn: Turn, asked: Request, model: str, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": "resp_" + turn.id,
-        "object": "response",
-        "created_at": turn.started_at.timestamp(),
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
-        "max_output_tokens": turn.sampling.max_tokens,
-        "metadata": {},
-        "model": model,
-        "output": output,
-        "parallel_tool_calls": asked.requested.get("parallel_tool_calls", True),
-        "previous_response_id": None,
-        "store": False,
-        "temperature": turn.sampling.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": asked.requested.get("tool_choice", "auto"),
-        "tools": [{"type": "function", "strict": False, "parameters": None, **t["function"]} for t in asked.tools],
-        "top_p": turn.sampling.top_p,
-        "truncation": "disabled",
-        "usage": _usage(turn) if status in ("completed", "incomplete") else None,
-    }
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _message_item(turn: Turn, text: str, status: str) -> dict[str, Any]:
-    content = [] if status == "in_progress" else [_part(text)]
-    return {"id": "msg_" + turn.id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _reasoning_item(turn: Turn, text: str | None) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": "rs_" + turn.id, "type": "reasoning", "summary": []}
-    return item if text is None else {**item, "content": [{"type": "reasoning_text", "text": text}]}
-
-
-def _call_items(turn: Turn) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": f"fc_{turn.id}_{position}",
-            "type": "function_call",
-            "call_id": call["id"],
-            "name": call["name"],
-            "arguments": call["arguments"],
-            "status": "completed",
-        }
-        for position, call in enumerate((turn.answer or {}).get("tool_calls", []))
-    ]
-
-
-def _end(turn: Turn) -> str:
-    return "incomplete" if turn.finish == "length" else "completed"
-
-
-def _output(turn: Turn) -> list[dict[str, Any]]:
-    assert turn.answer is not None
-    output = []
-    if turn.answer["reasoning"]:
-        output.append(_reasoning_item(turn, turn.answer["reasoning"]))
-    calls = _call_items(turn)
-    if turn.answer["content"] or not calls:
-        output.append(_message_item(turn, turn.answer["content"], _end(turn)))
-    return output + calls
-
-
-def reply(turn: Turn, asked: Request, model: str) -> dict[str, Any]:
-    """The whole answer of a finished turn, as a Response."""
-    whole = _response(turn, asked, model, _end(turn), _output(turn))
-    return Response.model_validate(whole).model_dump(mode="json", exclude_unset=True)
-
-
-async def stream(turn: Turn, asked: Request, model: str) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, text as it is sampled; raises after the event that says what failed."""
-    events = _Events(turn)
-    for name, model_type in (("created", "Created"), ("in_progress", "InProgress")):
-        yield events.make(name, model_type, response=_response(turn, asked, model, "in_progress", []))
-    try:
-        async for kind, piece in delivery.parts(turn):
-            if kind == delivery.BEAT:
-                yield BEAT
-            else:
-                for event in events.push(kind, piece):
-                    yield event
-    except Exception as fault:
-        if failure := delivery.failure_of(fault):
-            code = "server_error" if failure.kind == "engine" else "invalid_prompt"
-            failed = _response(turn, asked, model, "failed", [])
-            failed["error"] = {"code": code, "message": failure.message}
-            yield events.make("failed", "Failed", response=failed)
-        raise
-    for event in events.finish():
-        yield event
-    status = _end(turn)
-    yield events.make(status, status.capitalize(), response=_response(turn, asked, model, status, _output(turn)))
-
-
-class _Events:
-    """The numbered events of one stream: which item is open, and what it holds so far."""
-
-    def __init__(self, turn: Turn):
-        self._turn = turn
-        self._numbers = count()
-        self._index = -1
-        self._open: str | None = None
-        self._text = ""
-
-    def make(self, name: str, model: str, **data: Any) -> bytes:
-        data = {"type": f"response.{name}", "sequence_number": next(self._numbers), **data}
-        event = getattr(openai_responses, f"Response{model}Event").model_validate(data)
-        return sse(event.model_dump(mode="json", exclude_unset=True), data["type"])
-
-    def push(self, kind: str, piece: str) -> list[bytes]:
-        events = [] if kind == self._open else [*self._close(), *self._begin(kind)]
-        self._text += piece
-        if kind == delivery.REASONING:
-            return [*events, self.make("reasoning_text.delta", "ReasoningTextDelta", **self._place(), delta=piece)]
-        return [*events, self.make("output_text.delta", "TextDelta", **self._place(), delta=piece, logprobs=[])]
-
-    def finish(self) -> list[bytes]:
-        """Close what is open, and add the tool calls; an answer without text or calls is an empty message."""
-        calls = _call_items(self._turn)
-        events = [] if self._open == delivery.TEXT or calls else [*self._close(), *self._begin(delivery.TEXT)]
-        events += self._close()
-        for item in calls:
-            events.append(self._added({**item, "arguments": "", "status": "in_progress"}))
-            place = {"item_id": item["id"], "output_index": self._index}
-            arguments = item["arguments"]
-            name = "function_call_arguments"
-            events.append(self.make(f"{name}.delta", "FunctionCallArgumentsDelta", **place, delta=arguments))
-            events.append(self.make(f"{name}.done", "FunctionCallArgumentsDone", **place, arguments=arguments))
-            events.append(self._done(item))
-        return events
-
-    def _place(self) -> dict[str, Any]:
-        prefix = "rs_" if self._open == delivery.REASONING else "msg_"
-        return {"item_id": prefix + self._turn.id, "output_index": self._index, "content_index": 0}
-
-    def _added(self, item: dict[str, Any]) -> bytes:
-        self._index += 1
-        return self.make("output_item.added", "OutputItemAdded", output_index=self._index, item=item)
-
-    def _done(self, item: dict[str, Any]) -> bytes:
-        return self.make("output_item.done", "OutputItemDone", output_index=self._index, item=item)
-
-    def _begin(self, kind: str) -> list[bytes]:
-        self._open, self._text = kind, ""
-        if kind == delivery.REASONING:
-            return [self._added(_reasoning_item(self._turn, None))]
-        added = self._added(_message_item(self._turn, "", "in_progress"))
-        return [added, self.make("content_part.added", "ContentPartAdded", **self._place(), part=_part(""))]
-
-    def _close(self) -> list[bytes]:
-        kind, text, place = self._open, self._text, self._place()
-        self._open = None
-        if kind is None:
-            return []
-        if kind == delivery.REASONING:
-            done = self.make("reasoning_text.done", "ReasoningTextDone", **place, text=text)
-            return [done, self._done(_reasoning_item(self._turn, text))]
-        return [
-            self.make("output_text.done", "TextDone", **place, text=text, logprobs=[]),
-            self.make("content_part.done", "ContentPartDone", **place, part=_part(text)),
-            self._done(_message_item(self._turn, text, _end(self._turn))),
-        ]
+def _thought(item: dict[str, Any], where: str) -> str:
+    """The text of a reasoning item; of one that holds only what this server sealed, that; of others nothing."""
+    sealed = item.get("encrypted_content")
+    if not item.get("content") and isinstance(sealed, str) and sealed.startswith(SEALED):
+        try:
+            return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
+        except ValueError as error:
+            raise BadRequest(f"{where}: 'encrypted_content' is damaged", param=f"{where}.encrypted_content") from error
+    return reading.text(item.get("content") or item.get("summary"), where)

@@ -25,7 +25,7 @@ import numpy as np
 
 from legorl import tree
 from legorl.commands.serve import tools as toolformat
-from legorl.commands.serve.detokenize import Detokenizer
+from legorl.commands.serve.detokenize import Detokenizer, tokens_through
 from legorl.commands.serve.engine import Ask, ContextOverflow, Engine, EngineError, Sampling
 from legorl.commands.serve.messages import Message, call_ids, digest, message_key, same_answer
 from legorl.commands.serve.render import Template
@@ -348,6 +348,8 @@ class Session:
             "reasoning": reasoning.strip(),
             "tool_calls": [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in valid],
         }
+        if reasoning and turn.thinking:
+            turn.reasoning_tokens = tokens_through(self._engine.tokenizer, turn.ids, turn.thinking.close)
         turn.closed_itself = bool(turn.ids) and turn.ids[-1] == self._template.end_id
         if finish == "abort":
             self._drop(turn, "cut")

@@ -35,6 +35,7 @@ class Request:
     retry: bool = False  # the client says that it sends this request again
     user_agent: str = ""
     include_usage: bool = False  # chat: a last chunk of the stream tells the usage
+    forms: dict[str, Any] = field(default_factory=dict)  # Responses: tools that its clients call by other means
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Turn:
     prefill_s: float | None = None
     decode_s: float | None = None
     cached_tokens: int | None = None
+    reasoning_tokens: int = 0  # of `ids`, up to the closing mark
     drops: list[dict[str, Any]] = field(default_factory=list)
     cut_at: int | None = None  # who waits for this answer loses the connection behind so many pieces, once
     at: int | None = None  # where it is in the session's spill
@@ -200,7 +202,9 @@ def row(turn: Turn) -> dict[str, Any]:
 
 def reject_unanswerable(request: Request) -> None:
     """Raise BadRequest for a conversation that no model could answer."""
-    if not request.messages:
-        raise BadRequest("messages must not be empty")
     if request.messages[-1]["role"] == "assistant":
-        raise BadRequest("the last message must not be the assistant's: continuing a given answer is not supported")
+        raise BadRequest(
+            "the last message must not be the assistant's: continuing a given answer is not supported",
+            "unsupported_value",
+            "messages",
+        )

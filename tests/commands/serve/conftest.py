@@ -1,5 +1,6 @@
 """A running server in this process, on real sockets, with the script engine."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -37,6 +38,27 @@ class Running:
         transport = httpx2.AsyncHTTPTransport(uds=f"{self.server.llm_dir}/llm.sock")
         http = httpx2.AsyncClient(transport=transport, timeout=60)
         return anthropic.AsyncAnthropic(api_key=key, base_url="http://model", http_client=http, max_retries=0)
+
+    def openai_sync(self, key: str) -> "openai.OpenAI":
+        transport = httpx.HTTPTransport(uds=f"{self.server.llm_dir}/llm.sock")
+        http = httpx.Client(transport=transport, timeout=60)
+        return openai.OpenAI(api_key=key, base_url="http://model/v1", http_client=http, max_retries=0)
+
+    def anthropic_sync(self, key: str) -> "anthropic.Anthropic":
+        transport = httpx2.HTTPTransport(uds=f"{self.server.llm_dir}/llm.sock")
+        http = httpx2.Client(transport=transport, timeout=60)
+        return anthropic.Anthropic(api_key=key, base_url="http://model", http_client=http, max_retries=0)
+
+    async def raw(self, *pieces: bytes) -> bytes:
+        """Write bytes to a connection of its own, half-close nothing, and return all that comes until it is closed."""
+        reader, writer = await asyncio.open_unix_connection(f"{self.server.llm_dir}/llm.sock")
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            return await reader.read()
+        finally:
+            writer.close()
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_results_stand_in_the_order_of_their_calls(messages, draw):
             mixed.insert(-1, message)
         else:
             mixed.append(message)
-    assert reading.conversation(mixed) == messages
+    assert reading.conversation(mixed, "messages") == messages
 
 
 JSON = st.recursive(

@@ -1,0 +1,58 @@
+"""What one connection may cost before a request is known: bytes of its head, and time until it is whole.
+
+uvicorn bounds neither with its fast parser, and everything behind the sandbox's socket is an agent's to try.
+"""
+
+from asyncio import TimerHandle, Transport
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEAD = 128 << 10  # bytes of request line and headers
+REQUEST_S = 300.0  # for a request to arrive, from its connection or its first byte
+
+
+class Guarded(HttpToolsProtocol):
+    """uvicorn's protocol, which closes connections that send too long a head or too slowly."""
+
+    _head: int | None = 0  # bytes received of a head that is not complete, None behind it
+    _late: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request_is_there()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None and not self.transport.is_closing():
+            self._head += len(data)
+            if self._head > MOST_HEAD:
+                self.send_400_response("The head of the request is too long.")
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        self._await_request()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._request_is_there()
+        super().on_message_complete()
+
+    def _await_request(self) -> None:
+        self._request_is_there()
+        self._late = self.loop.call_later(REQUEST_S, self._close)
+
+    def _request_is_there(self) -> None:
+        if self._late:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        self.transport.close()
