@@ -22,6 +22,7 @@ from legorl.options import Failure, command, explain, explain_option, option, pr
 # Engine
 @option("--engine", type=click.Choice(["vllm", "torch", "script"]), default="vllm", help="What samples the tokens.")
 @option("--script", type=click.Path(path_type=Path), help="Answers of the script engine: JSON lines of {match, text}.")
+@option("--replay", type=click.Path(path_type=Path), help="Shard whose attempts the script engine samples again.")
 @option("--context", type=click.IntRange(16), help="Most tokens of prompt and answer together. [default: the model's]")
 @option("--sequences", type=click.IntRange(1), default=32, help="Most turns sampled at once (vllm).")
 @option("--kv-gib", type=float, default=1.5, help="Memory for the KV cache on CPU, GiB (vllm).")
@@ -58,8 +59,10 @@ def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
     from legorl.commands.serve.cores import split_cores
 
     held = open_checkpoint(model)
-    if wanted["engine"] == "script" and not wanted["script"]:
-        raise click.UsageError("--engine script needs --script FILE")
+    if (wanted["engine"] == "script") != bool(wanted["script"] or wanted["replay"]):
+        raise click.UsageError("--engine script needs --script FILE or --replay SHARD, and no other engine takes them")
+    if wanted["script"] and wanted["replay"]:
+        raise click.UsageError("--script and --replay exclude each other")
     try:
         split_cores(wanted["cores"], wanted["engine"])
     except ValueError as error:
@@ -152,10 +155,17 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
     finally:
         shutil.rmtree(llm_dir, ignore_errors=True)
         await engine.close()
+        if wanted["replay"]:
+            voice.say(f"lego-serve: {engine.words()}")
 
 
 async def _engine(held: Any, cores: list[int], wanted: dict[str, Any]) -> Any:
     kind, context = wanted["engine"], wanted["context"]
+    if wanted["replay"]:
+        from legorl.commands.serve.replay_engine import ReplayEngine, read_record
+
+        record = read_record(wanted["replay"], held.tokenizer_digest)
+        return ReplayEngine(held.folder, held.version, record, context)
     if kind == "script":
         from legorl.commands.serve.script_engine import ScriptEngine, read_script
 

@@ -88,6 +88,7 @@ class EngineInfo:
     name: str
     context: int  # most tokens of prompt and completion together
     cores: list[int] = field(default_factory=list)
+    recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # weights by version, where a record is replayed
 
 
 class Engine(Protocol):

@@ -145,6 +145,9 @@ class _Gated(Session):
 
     async def gate(self) -> None:
         await self._server.enter()
+        if recorded := self._server.engine.info().recorded:
+            self.weights = recorded
+            return
         held = self._server.weights
         self.weights[self._server.version] = {
             "version": self._server.version,

@@ -80,6 +80,7 @@ class Session:
         self._fresh: list[Turn] = []  # turns that are no Past yet
         self._by_digest: dict[str, list[int]] = {}  # digest of a request -> its turns
         self._called: set[str] = set()  # ids of all tool calls in answers
+        self._results: dict[str, str] = {}  # digest of the result that was first sent to each
         self._done_tokens = 0
         self.engine_s = self.queue_s = 0.0  # summed over turns that have ended
         self._idle_turns = 0  # main turns in a row that were offered tools and called none
@@ -123,22 +124,26 @@ class Session:
             self.overflow = True
             raise ContextOverflow(len(prompt), self._engine.info().context)
         node = tree.Node(index, parent, prefix_len, prompt[prefix_len:].copy(), tree.ids([]))
+        unmatched = request.messages[at + 1 :] if base else request.messages
         sampling = self._sampling(request, index, resample, limit)
         self._admit(Ask(f"{self.id}/{index}", self.request.attempt_id, request.messages, node, prompt, sampling))
         tools_digest = digest(request.tools)
         turn = Turn(
             node=node,
-            cause="retry" if known and not resample else self._cause(request, base, parent, prefix_len, resample),
+            cause="retry" if known and not resample else self._cause(request, unmatched, parent, prefix_len, resample),
             request=request,
             digest=chain,
             sampling=sampling,
-            new_messages=request.messages[at + 1 :] if base else request.messages,
+            new_messages=unmatched,
             tools_changed=tools_digest != self._last_tools,
             foreign=bool(self._agent and not self._agent.search(request.user_agent)),
             thinking=self._template.thinking,
             live=request.streamed,
         )
         self._last_tools = tools_digest
+        for message in unmatched:
+            if result := message.get("tool_call_id"):
+                self._results.setdefault(result, digest(message_key(message)))
         if not running:
             self._busy_since = time.monotonic()
         self.turns.append(turn)
@@ -209,7 +214,7 @@ class Session:
         path = tree.path_ids([t.node for t in self.turns], base.node.index)
         return np.concatenate([path, tree.ids(bridge)])
 
-    def _cause(self, request: Request, base: Turn | Past | None, parent: int, prefix_len: int, resample: int) -> str:
+    def _cause(self, request: Request, unmatched: list[Message], parent: int, prefix_len: int, resample: int) -> str:
         first = next((m["content"] for m in request.messages if m["role"] in ("system", "user")), "")
         if any(p.search(first) for p in self._side):
             return "side"
@@ -220,8 +225,14 @@ class Session:
             structural = "rewrite"  # a parallel request: the parent's answer is still being sampled
         if structural != "rewrite":
             return structural
-        named = {i for m in request.messages for i in [*call_ids(m), m.get("tool_call_id")] if i}
-        return "edited" if named & self._called and (base is None or base.node.index != parent) else "rewrite"
+        return "edited" if any(self._edits(m) for m in unmatched) else "rewrite"
+
+    def _edits(self, message: Message) -> bool:
+        """Does a message that matches nothing carry the id of a known call, a result other content than before?"""
+        result = message.get("tool_call_id")
+        if result in self._results:
+            return self._results[result] != digest(message_key(message))
+        return bool(call_ids(message) & self._called)
 
     def _sampling(self, request: Request, index: int, resample: int, room: int) -> Sampling:
         wanted = self.request
