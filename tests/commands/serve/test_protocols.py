@@ -203,3 +203,57 @@ def test_a_waiting_stream_is_kept_alive(run_server, monkeypatch):
                 assert beats >= 3
 
     assert all(t["delivered"] for t in run(capture(run_server, steps, "one", "two", "three")))
+
+
+def test_text_leaves_while_the_rest_is_still_being_sampled(run_server):
+    async def steps(running, session):
+        release, generate = asyncio.Event(), running.server.engine.generate
+
+        async def halting(*asked):
+            number = 0
+            async for delta in generate(*asked):
+                if number == 2:
+                    await release.wait()
+                number += 1
+                yield delta
+
+        running.server.engine.generate = halting
+        async with running.harness(session.key) as http:
+            for path, body in (
+                ("messages", {"messages": [USER], "tools": CLAUDE_TOOLS}),
+                ("responses", {"input": "x", "tools": TOOLS}),
+                ("chat/completions", {"messages": [GO_ON], "tools": CHAT_TOOLS}),
+            ):
+                release.clear()
+                async with http.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as reply:
+                    seen = ""
+                    async for piece in reply.aiter_text():
+                        seen += piece
+                        if "one" in seen and not release.is_set():
+                            assert "three" not in seen
+                            release.set()
+                assert release.is_set() and "three" in seen
+
+    assert all(t["delivered"] for t in run(capture(run_server, steps, "one two three")))
+
+
+def test_the_sync_clients_see_failures_of_a_stream_as_their_own_errors(run_server):
+    def steps_sync(running, session):
+        with running.anthropic_sync(session.key) as theirs, running.openai_sync(session.key) as ours:
+            with pytest.raises(anthropic.APIStatusError, match="no script line matches"):
+                theirs.messages.stream(model="m", max_tokens=9, messages=[USER]).__enter__().get_final_message()
+            with pytest.raises(openai.APIError, match="no script line matches"):
+                list(ours.chat.completions.create(model="m", messages=[USER], stream=True))
+            with ours.responses.stream(model="m", input="x") as stream:
+                last = [e.type for e in stream][-1]
+            assert last == "response.failed"
+            assert [m.id for m in theirs.beta.models.list()] == [m.id for m in ours.models.list()]
+
+    async def main():
+        async with (
+            run_server({"match": "never", "text": ""}) as running,
+            running.control.session(SessionRequest("a")) as session,
+        ):
+            await asyncio.to_thread(steps_sync, running, session)
+
+    run(main())

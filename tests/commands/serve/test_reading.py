@@ -1,12 +1,16 @@
 """The readers of the three protocols: one conversation is the same canonical messages, whatever it came in by."""
 
+import asyncio
 import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legorl import tree
 from legorl.commands.serve import chat, messages_api, reading, responses_api
-from legorl.commands.serve.messages import digest, message_key
+from legorl.commands.serve.engine import Sampling
+from legorl.commands.serve.messages import BadRequest, digest, message_key
+from legorl.commands.serve.turn import Turn
 
 WORDS = st.text("ab \né", max_size=8)
 ARGUMENTS = st.dictionaries(st.sampled_from(["path", "n", "é"]), st.one_of(st.integers(), WORDS, st.none()), max_size=3)
@@ -136,32 +140,61 @@ def test_results_stand_in_the_order_of_their_calls(messages, draw):
     assert reading.conversation(mixed, "messages") == messages
 
 
+KEYS = [
+    "role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "id", "parameters",
+    "input_schema", "namespace", "input", "call_id", "output", "tools", "mode", "summary", "custom", "format",
+    "definition", "include_usage",
+]  # fmt: skip
+STRINGS = [
+    "", "x", "user", "assistant", "text", "function", "custom", "namespace", "tool", "auto", "allowed_tools",
+    "reasoning", "message", "function_call", "custom_tool_call", "tool_result", "tool_use", "thinking", "object",
+]  # fmt: skip
 JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from(["", "x", "user", "text", "function"])),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "id"]),
-            inner,
-            max_size=4,
-        ),
-    ),
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from(STRINGS)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)),
     max_leaves=12,
 )
 FIELDS = [
     "messages", "input", "tools", "tool_choice", "system", "instructions", "stop", "stop_sequences", "max_tokens",
-    "stream_options", "text", "output_config", "response_format",
+    "stream_options", "text", "output_config", "response_format", "include", "parallel_tool_calls", "reasoning",
+    "store",
 ]  # fmt: skip
+ASKED = {
+    chat: {"messages": [{"role": "user", "content": "x"}]},
+    messages_api: {"messages": [{"role": "user", "content": "x"}]},
+    responses_api: {"input": "x"},
+}
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
-def test_a_body_of_any_shape_is_read_or_refused(body):
-    from legorl.commands.serve.messages import BadRequest
+def answered(request):
+    """A finished turn that calls every tool of the request."""
+    calls = [{"id": "c", "name": t["function"]["name"], "arguments": "{}"} for t in request.tools]
+    return Turn(
+        node=tree.Node(0, tree.ROOT, 0, tree.ids([1]), tree.ids([2])),
+        cause="root",
+        request=request,
+        digest="",
+        sampling=Sampling(),
+        new_messages=[],
+        tools_changed=True,
+        foreign=False,
+        ids=[2],
+        finish="stop",
+        answer={"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": calls},
+    )
 
-    for module in (chat, messages_api, responses_api):
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5), st.booleans())
+def test_a_body_of_any_shape_is_refused_or_read_and_answered(body, whole):
+    async def events(module, read):
+        return [event async for event in module.stream(answered(read), read, "m")]
+
+    for module, asked in ASKED.items():
         try:
-            read = module.read_request(body)
+            read = module.read_request(body | asked if whole else body)
         except BadRequest:
             continue
         digest("tools", read.tools, [message_key(m) for m in read.messages])
         assert all(isinstance(m["content"], str) for m in read.messages)
+        json.dumps(module.reply(answered(read), read, "m"))
+        assert asyncio.run(events(module, read))
