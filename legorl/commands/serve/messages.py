@@ -51,10 +51,12 @@ def mend(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+_canonical = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
+
+
 def digest(*parts: Any) -> str:
     """Digest of JSON-able values, independent of key order."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(_canonical(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def arguments_key(arguments: str) -> Any:
@@ -73,7 +75,9 @@ def message_key(message: Message) -> list[Any]:
 
 def same_answer(echo: Message, answer: Message) -> bool:
     """True if `echo` is `answer` after harmless transformations only."""
-    if echo["role"] != "assistant" or message_key(echo) != message_key(answer):
+    if echo["role"] != "assistant" or echo["content"].strip() != answer["content"].strip():
+        return False
+    if echo.get("tool_calls") != answer.get("tool_calls") and message_key(echo) != message_key(answer):
         return False
     reasoning = (echo.get("reasoning") or "").strip()
     return not reasoning or reasoning == (answer.get("reasoning") or "").strip()
