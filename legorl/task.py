@@ -23,6 +23,7 @@ task.toml:
     memory_mb = 512
     disk_mb = 128
     image = "localhost/other:1"       # an image in Podman's store instead of the base image
+    workdir = "/app"                  # a path under which the repository can be reached, too
 
 Imported tasks say more under [grade]; the class Grade tells what.
 """
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 TASK_FORMAT = "task/1"
+REPO = "/ws/repo"  # where a sandbox has the repository
 SPLITS = ("train", "dev", "heldout", "unseen")
 RUNNERS = ("pytest", "unittest", "script", "log")
 SEMANTICS = ("strict", "swe-bench")
@@ -75,7 +77,8 @@ class Grade:
 
     semantics: what counts as kept (docs/grading.md). files: what the runner is given. test_paths: files and folders
     that belong to the tests and are put right whatever the patch did to them. tests_at: where the task's tests/ goes:
-    it replaces that path, or is laid over the whole tree ("."), where `removed` names what it takes away.
+    it replaces that path, or is laid over the whole tree ("."), where `removed` names what it takes away; an absolute
+    path lies outside of the tree.
     python_path: what the tests import from. command, parser, reward_file: of the runners `script` and `log`.
     """
 
@@ -115,11 +118,17 @@ class Task:
     grade: Grade
     limits: Limits
     image: str = ""  # in Podman's store; "" is the base image
+    workdir: str = ""  # an absolute path under which the repository can be reached, too
     labels: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def instruction(self) -> str:
         return (self.path / "instruction.md").read_text().strip()
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """The symbolic links that its sandboxes need, (path, target)."""
+        return ((self.workdir, REPO),) if self.workdir else ()
 
     @property
     def repo(self) -> Path:
@@ -170,7 +179,7 @@ def load_task(path: Path | str) -> Task:
             raise TaskError(f"{path}: no {name}")
     try:
         grade, sandbox = data["grade"], dict(data.get("sandbox", {}))
-        image = sandbox.pop("image", "")
+        image, workdir = sandbox.pop("image", ""), sandbox.pop("workdir", "")
         task = Task(
             path=path,
             id=data["id"],
@@ -181,6 +190,7 @@ def load_task(path: Path | str) -> Task:
             grade=_grade(grade),
             limits=Limits(**sandbox),
             image=image,
+            workdir=workdir,
             labels=data.get("labels", {}),
         )
     except KeyError as error:
@@ -199,6 +209,9 @@ def load_task(path: Path | str) -> Task:
         raise TaskError(f"{path}/task.toml: runner {task.grade.runner!r} needs grade.command, the words of a command")
     if task.grade.runner == "log" and task.grade.parser not in LOG_PARSERS:
         raise TaskError(f"{path}/task.toml: parser {task.grade.parser!r} is none of {', '.join(LOG_PARSERS)}")
+    for name in (task.workdir, task.grade.reward_file, task.grade.tests_at):
+        if ".." in name.split("/"):
+            raise TaskError(f"{path}/task.toml: {name!r} is no plain path")
     for name in (*task.grade.test_paths, *task.grade.files, *task.grade.removed, *task.grade.python_path):
         if name.startswith("/") or ".." in name.split("/"):
             raise TaskError(f"{path}/task.toml: {name!r} leaves the repository")

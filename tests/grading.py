@@ -40,6 +40,8 @@ def make_patch(task: Path, scratch: Path, files: dict[str, str | bytes | None]) 
     git("commit", "-qm", "base")
     for name, text in files.items():
         path = tree / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(text, bytes):

@@ -25,6 +25,7 @@ from legorl import paths
 from legorl.sandbox import limits, owner, podman, supplies
 from legorl.sandbox.errors import LimitsError, PatchUnusable, SandboxError, SandboxLost
 from legorl.sandbox.image import BASE_IMAGE
+from legorl.sandbox.links import Links, linked_image
 from legorl.task import Limits
 
 PATCH_LIMIT = 8 << 20
@@ -39,7 +40,8 @@ _HEADER_LIMIT = 1 << 20
 class Spec:
     """What one sandbox shall be.
 
-    mounts: (host folder or file, path inside), all read-only. llm_dir: the folder that holds llm.sock; then
+    mounts: (host folder or file, path inside), all read-only. links: (path, target) of symbolic links that its file
+    system has beside what the image has. llm_dir: the folder that holds llm.sock; then
     127.0.0.1:8400 inside leads to it. lifetime_s: the container is killed after that, whoever still wants it.
     cpus_allowed: the cores its processes may use.
     """
@@ -49,6 +51,7 @@ class Spec:
     limits: Limits
     image: str = BASE_IMAGE
     mounts: tuple[tuple[Path | str, str], ...] = ()
+    links: Links = ()
     llm_dir: Path | None = None
     lifetime_s: float = 3600.0
     cpus_allowed: tuple[int, ...] | None = None
@@ -90,8 +93,9 @@ class Sandbox:
 
     async def _open(self) -> None:
         context = podman.context()
+        image = await linked_image(self._spec.image, self._spec.links) if self._spec.links else self._spec.image
         self._process = await asyncio.create_subprocess_exec(
-            *podman.command(*self._arguments()),
+            *podman.command(*self._arguments(image)),
             **context,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -117,7 +121,7 @@ class Sandbox:
                 raise LimitsError(f"cannot keep a sandbox on the cores {self._spec.cpus_allowed}: {error}") from error
         await self._ask({"op": "start"})
 
-    def _arguments(self) -> list[str]:
+    def _arguments(self, image: str) -> list[str]:
         spec, supply = self._spec, supplies.folder()
         disk = spec.limits.disk_mb
         tmpfs = {
@@ -149,7 +153,7 @@ class Sandbox:
             if re.search(r'[,"\n]', f"{source}{target}"):
                 raise SandboxError(f"cannot mount {source}: a comma or quote in its path")
             words += ["--mount", f"type=bind,src={Path(source).absolute()},dst={target},ro=true"]
-        return [*words, spec.image, "python3", "-sEBS", "/lego/supervisor.py"]
+        return [*words, image, "python3", "-sEBS", "/lego/supervisor.py"]
 
     def _pids(self) -> list[int]:
         """The container's init and the supervisor, as the host numbers them."""

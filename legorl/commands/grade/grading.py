@@ -33,7 +33,7 @@ from legorl.sandbox import (
     mountable,
     open_sandbox,
 )
-from legorl.task import Task, pack
+from legorl.task import Grade, Task, pack
 
 STAGE = "/ws/grade"
 INSIDE = ("guarded.py", "pytest_report.py", "unittest_report.py", "script_report.py", "tidy_tree.py")
@@ -87,6 +87,7 @@ async def _grade_once(job: Job, programs: Path) -> Verdict:
         mounts=((programs, PROGRAMS),),
         lifetime_s=2 * grade.timeout_s + OUR_TIME_S,
         image=task.image or BASE_IMAGE,
+        links=(*task.links, *_links(grade)),
     )
     config, restored = _restored(task.repo)
     manifest = json.dumps(_manifest(task)).encode()
@@ -119,9 +120,19 @@ async def _tidy(box: Sandbox) -> tuple[str, ...]:
     return tuple(json.loads(result.report)["flags"])
 
 
+def _links(grade: Grade) -> tuple[tuple[str, str], ...]:
+    """Links for what a script expects outside of the tree: its tests, and a folder for its reward."""
+    outside = [name for name in (grade.tests_at, grade.reward_file) if name.startswith("/")]
+    tops = dict.fromkeys("/" + name.split("/")[1] for name in outside)
+    return tuple((top, f"/ws{top}") for top in tops)
+
+
 async def _stage_tests(box: Sandbox, task: Task) -> None:
     """Put the tests aside in the sandbox, at their paths in the tree: what the test paths shall hold in the end."""
     grade = task.grade
+    if grade.tests_at.startswith("/"):
+        await box.put(pack(task.tests), f"/ws{grade.tests_at}")
+        return
     if grade.tests_at != ".":
         await box.put(pack(task.tests), f"{STAGE}/tests/{grade.tests_at}")
         return

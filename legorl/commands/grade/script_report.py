@@ -82,7 +82,7 @@ def main() -> None:
     os.close(keys)
     place = settings["reward_file"]
     if place:
-        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        Path(place).parent.resolve().mkdir(parents=True, exist_ok=True)  # its top folder is a link
     status = subprocess.run(settings["command"], cwd=settings["root"], check=False).returncode
     left = others_alive()
     try:

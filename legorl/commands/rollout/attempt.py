@@ -25,6 +25,7 @@ from legorl.harness import BASE_URL, Harness, HarnessError, Launch
 from legorl.options import printable
 from legorl.outcomes import blame_of
 from legorl.sandbox import (
+    BASE_IMAGE,
     ImageMissing,
     LimitsError,
     PatchUnusable,
@@ -148,6 +149,8 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
         name="r-" + hashlib.sha256(f"{job.attempt_id}|{len(job.history)}".encode()).hexdigest()[:12],
         run=settings.run,
         limits=job.task.limits,
+        image=job.task.image or BASE_IMAGE,
+        links=job.task.links,
         mounts=settings.harness.mounts,
         llm_dir=Path(health.llm_dir),
         lifetime_s=hard_s + 300,

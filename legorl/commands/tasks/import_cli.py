@@ -1,5 +1,6 @@
 """lego-tasks import: tasks from elsewhere."""
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from legorl.task import SEMANTICS, SPLITS
 if TYPE_CHECKING:
     from legorl.commands.tasks.git_trees import Trees
 
-Make = Callable[[Path], None]  # fills a new folder with a task; raises Skip
+Make = Callable[[Path], list[str] | None]  # fills a new folder with a task and returns notes; raises Skip
 
 limit_option = click.option("--limit", type=click.IntRange(1), help="Stop after this many tasks.")
 ids_option = click.option("--ids", metavar="ID", multiple=True, help="Only this id; may be given more than once.")
@@ -29,13 +30,12 @@ timeout_option = option("--timeout", type=click.FloatRange(1), default=300.0, he
 
 @command("import", group=True)
 def import_group() -> None:
-    """Make tasks of SWE-bench rows, Harbor folders or a repository's commits.
+    """Make tasks of SWE-bench rows or Harbor folders.
 
     \b
     Examples:
       lego-tasks import swe-bench dev.parquet --repos clones --out tasks/dev
       lego-tasks import harbor terminal-tasks --out tasks/terminal
-      lego-tasks import git clones/click --out tasks/click --limit 50
     """
 
 
@@ -103,6 +103,57 @@ def swe_bench(
         return _import(makes(), out, settings, limit)
 
 
+@command("harbor")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@out_option
+@ids_option
+@limit_option
+@split_option
+@image_option
+@memory_option
+@explain_option
+def harbor(
+    folder: Path,
+    out: Path,
+    ids: tuple[str, ...],
+    limit: int | None,
+    split: str,
+    image: str,
+    memory_mb: int,
+    explain: bool,
+) -> int:
+    """Make tasks of Harbor task folders: one, or a folder with tasks at any depth.
+
+    \b
+    Examples:
+      lego-tasks import harbor hello-world --out tasks/hello
+      lego-tasks import harbor dataset --out tasks/harbor --image localhost/with-tools:1 --limit 20
+
+    What a Dockerfile copies into its working folder becomes the repository. Where it also runs commands, --image names
+    an image that has what they install. Every task runs without a network, whatever it asks for. solution/solve.sh is
+    run once, in a sandbox, and becomes the solution. Prints the path of each task; what cannot be imported gets a line
+    with the reason on stderr.
+    """
+    from legorl.commands.tasks.folders import task_id
+    from legorl.commands.tasks.import_harbor import write_harbor
+    from legorl.commands.tasks.import_trees import Options
+
+    options = Options("harbor", split, "strict", image, memory_mb)
+    settings = {"importer": "harbor", "folder": folder.resolve(), **vars(options)}
+    if explain:
+        return _explain(settings, ids=ids, limit=limit, out=out)
+
+    def make(source: Path, target: Path) -> list[str]:
+        return asyncio.run(write_harbor(source, options, target))
+
+    def makes() -> Iterator[tuple[str, Make | Exception]]:
+        for file in sorted(folder.rglob("task.toml")):
+            if not ids or file.parent.name in ids:
+                yield task_id(file.parent.name), partial(make, file.parent)
+
+    return _import(makes(), out, settings, limit)
+
+
 def _explain(settings: dict[str, Any], **more: Any) -> int:
     explain({**settings, **more})
     return OK
@@ -151,7 +202,7 @@ def _import(
     """Make the tasks, print their paths, say what was skipped and why. Raises Failure if nothing came of it."""
     from legorl.commands.tasks.folders import Skip, new_folder
     from legorl.shards import OutDir
-    from legorl.task import load_task
+    from legorl.task import TaskError, load_task
 
     made: set[str] = set()
     skipped: Counter[str] = Counter()
@@ -164,9 +215,12 @@ def _import(
                     raise Skip("a second one of this id")
                 if not (out / name / "task.toml").exists():
                     with new_folder(out, name) as folder:
-                        make(folder)
+                        notes = make(folder)
                         load_task(folder)
-            except Skip as skip:
+                    for note in notes or ():
+                        say(f"{name}: {note}")
+            except (Skip, TaskError) as error:
+                skip = error if isinstance(error, Skip) else Skip("not a usable task", str(error))
                 skipped[skip.reason] += 1
                 say(f"skipped {name}: {skip}")
                 continue
@@ -181,4 +235,5 @@ def _import(
     return OK
 
 
-import_group.add_command(swe_bench)
+for each in (swe_bench, harbor):
+    import_group.add_command(each)
