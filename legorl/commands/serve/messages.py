@@ -3,9 +3,11 @@
 A canonical message is a dictionary: role (system, user, assistant, tool), content (text), and for assistants
 `reasoning` and `tool_calls` [{id, name, arguments (JSON text)}], for tools `tool_call_id`. Harnesses echo our answers
 after harmless transformations: key order, compact JSON, ASCII escapes, a string or a list of blocks, moved cache
-markers, stripped white space, dropped reasoning. Those are the same message; anything else is another one.
+markers, stripped white space, dropped reasoning, calls shown as text. Those are the same message; anything else is
+another one.
 """
 
+import ast
 import hashlib
 import json
 from typing import Any
@@ -75,12 +77,26 @@ def message_key(message: Message) -> list[Any]:
 
 def same_answer(echo: Message, answer: Message) -> bool:
     """True if `echo` is `answer` after harmless transformations only."""
-    if echo["role"] != "assistant" or echo["content"].strip() != answer["content"].strip():
+    if echo["role"] != "assistant":
         return False
+    if echo["content"].strip() != answer["content"].strip():
+        return _calls_as_text(echo, answer)
     if echo.get("tool_calls") != answer.get("tool_calls") and message_key(echo) != message_key(answer):
         return False
     reasoning = (echo.get("reasoning") or "").strip()
     return not reasoning or reasoning == (answer.get("reasoning") or "").strip()
+
+
+def _calls_as_text(echo: Message, answer: Message) -> bool:
+    """Does `echo` show the calls of `answer` behind its text in Python's notation, as smolagents keeps them?"""
+    text, mark, shown = echo["content"].rpartition("Calling tools:")
+    if not mark or echo.get("tool_calls") or text.strip() != answer["content"].strip():
+        return False
+    try:
+        calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in ast.literal_eval(shown.strip())]
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
+        return False
+    return calls == [[c["id"], c["name"], arguments_key(c["arguments"])] for c in answer.get("tool_calls") or []]
 
 
 def call_ids(message: Message) -> set[str]:
