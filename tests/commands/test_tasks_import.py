@@ -1,5 +1,6 @@
 """lego-tasks import: rows, Harbor folders and commits become tasks, byte for byte and without what came later."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ from legorl.commands.tasks.import_rows import parse_row
 from legorl.commands.tasks.import_rows import test_command as command_of
 from legorl.commands.tasks.import_trees import python_path
 from legorl.commands.tasks.import_trees import test_paths as paths_of
-from legorl.task import LOG_PARSERS, load_task
+from legorl.sandbox import Spec, ensure_ready, open_sandbox
+from legorl.task import LOG_PARSERS, REPO, load_task, pack
 
 TASKS = str(Path(sys.executable).with_name("lego-tasks"))
 BUGGY = b"def add(a, b):\r\n    return a - b\r\n"
@@ -436,3 +438,106 @@ def test_a_harbor_task_without_a_solution_comes_over_with_a_word(tmp_path: Path)
     assert first == "answer: has no solution: lego-tasks check cannot prove it"
     task = load_task(tmp_path / "out" / "answer")
     assert (task.image, task.split) == ("some/image:1", "dev")
+
+
+@pytest.mark.podman
+def test_commits_that_touch_source_and_tests_become_tasks(tmp_path: Path) -> None:
+    clone = Clone(tmp_path / "mine")
+    calc, tests = b"calc.py", b"tests/test_calc.py"
+    first = clone.commit({calc: BUGGY, tests: OLD_TEST}, "Begin")
+    fix = clone.commit(
+        {calc: FIXED, tests: NEW_TEST, b"doc.md": b"x"}, "Add, not subtract\n\nIt was wrong.\n\nSigned-off-by: t", first
+    )
+    only = clone.commit({calc: FIXED + b"\r\n", tests: NEW_TEST}, "No test in this one", fix)
+    idle = clone.commit({calc: FIXED, tests: NEW_TEST + b"\n"}, "Nothing fails before it", only)
+    terse = clone.commit({calc: BUGGY, tests: OLD_TEST}, "wip", idle)
+    done = lego_import("git", clone.folder, "--out", tmp_path / "out", "--split", "train")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/out/mine-{fix[:12]}\n"
+    *skipped, total = done.stderr.strip().splitlines()
+    assert [line.split(": ")[0].split("-")[1] for line in skipped] == [terse[:12], idle[:12]]
+    assert total == "1 tasks, 2 skipped (1 its message says next to nothing; 1 no test passes only after it)"
+    task = load_task(tmp_path / "out" / f"mine-{fix[:12]}")
+    assert tree(task.repo) == {calc: BUGGY, tests: OLD_TEST}
+    assert tree(task.tests) == {tests: NEW_TEST}
+    assert task.instruction == "Add, not subtract\n\nIt was wrong."
+    assert (task.grade.fail_to_pass, task.grade.pass_to_pass) == ((f"{NODE}test_add",), (f"{NODE}test_zero",))
+    assert (task.grade.semantics, task.labels["commit"]) == ("strict", fix)
+    assert b"doc.md" in task.solution
+    assert b"test_calc" not in task.solution
+    shown = json.loads(lego_import("git", clone.folder, "--out", tmp_path / "x", "--ids", fix[:8], "--explain").stdout)
+    assert shown["ids"] == [fix[:8]]
+    none = lego_import("git", tmp_path, "--out", tmp_path / "none")
+    assert (none.returncode, none.stderr) == (1, f"lego-tasks: {tmp_path}: not a git repository\n")
+
+
+FIND = r"""
+cd /ws/repo
+echo commits $(git rev-list --all | wc -l) tags $(git tag | wc -l) remotes $(git remote | wc -l)
+echo lost $(git fsck --unreachable --no-reflogs --lost-found 2>/dev/null | wc -l) log $(git reflog | wc -l)
+git cat-file --batch-all-objects --batch 2>/dev/null | grep -ac CANARY
+grep -rasl CANARY / --exclude-dir=proc --exclude-dir=sys | grep -v '^/ws/probe' | wc -l
+find / -xdev -name calc.py -not -path '/ws/repo/*' 2>/dev/null | wc -l
+python3 - <<'P'
+import socket
+for address in (("1.1.1.1", 443), ("127.0.0.1", 3128), ("169.254.169.254", 80)):
+    try:
+        socket.create_connection(address, 2)
+        print("reached", address)
+    except OSError:
+        pass
+try:
+    import calc
+except ImportError:
+    print("not installed")
+P
+"""
+
+
+@pytest.mark.podman
+def test_an_agent_finds_neither_the_fix_nor_the_tests_nor_a_way_out(rows: dict, work: Path, tmp_path: Path) -> None:
+    row = dict(rows["row"])
+    row["patch"] = row["patch"].replace("a + b", "a + b  # CANARY")
+    row["test_patch"] = row["test_patch"].replace("== 4", "== 4  # CANARY")
+    file = write_rows(tmp_path / "r.jsonl", [row])
+    assert lego_import("swe-bench", file, "--repos", work / "repos", "--out", tmp_path / "out").returncode == 0
+    task = load_task(tmp_path / "out" / "own__calc-1")
+    assert b"CANARY" in task.solution
+
+    async def look() -> str:
+        await ensure_ready(task.limits)
+        async with open_sandbox(Spec("find", "find", task.limits)) as box:
+            await box.put(pack(task.repo), REPO)
+            await box.commit(REPO)
+            result = await box.run(["bash", "-c", FIND], cwd="/", timeout_s=120)
+            assert await box.diff(REPO) == b""
+            return result.log.decode()
+
+    assert asyncio.run(look()).split("\n") == [
+        "commits 1 tags 0 remotes 0",
+        "lost 0 log 1",
+        "0",
+        "0",
+        "0",
+        "not installed",
+        "",
+    ]
+
+
+@pytest.mark.podman
+def test_real_rows_get_the_published_verdict(tmp_path: Path) -> None:
+    """One marshmallow row both ways. LEGORL_TEST_REPOS: a folder with its clone and swe-bench-dev.parquet.
+
+    LEGORL_TEST_IMAGE: an image that has pytz, simplejson and dateutil beside pytest.
+    """
+    repos, image = os.environ.get("LEGORL_TEST_REPOS"), os.environ.get("LEGORL_TEST_IMAGE")
+    if not repos or not image:
+        pytest.skip("LEGORL_TEST_REPOS and LEGORL_TEST_IMAGE name no clones and no image")
+    file = Path(repos, "swe-bench-dev.parquet")
+    row = "marshmallow-code__marshmallow-1359"
+    done = lego_import(
+        "swe-bench", file, "--repos", repos, "--out", tmp_path / "out", "--ids", row, "--image", image
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    checked = subprocess.run([TASKS, "check", tmp_path / "out", "--runs", "1"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

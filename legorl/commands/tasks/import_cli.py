@@ -30,12 +30,13 @@ timeout_option = option("--timeout", type=click.FloatRange(1), default=300.0, he
 
 @command("import", group=True)
 def import_group() -> None:
-    """Make tasks of SWE-bench rows or Harbor folders.
+    """Make tasks of SWE-bench rows, Harbor folders or a repository's commits.
 
     \b
     Examples:
       lego-tasks import swe-bench dev.parquet --repos clones --out tasks/dev
       lego-tasks import harbor terminal-tasks --out tasks/terminal
+      lego-tasks import git clones/click --out tasks/click --limit 50
     """
 
 
@@ -154,6 +155,67 @@ def harbor(
     return _import(makes(), out, settings, limit)
 
 
+@command("git")
+@click.argument("repo", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@out_option
+@ids_option
+@limit_option
+@click.option("--since", default="", help="Only commits since this date, as git takes it (2021-01-01).")
+@split_option
+@image_option
+@memory_option
+@timeout_option
+@explain_option
+def git(
+    repo: Path,
+    out: Path,
+    ids: tuple[str, ...],
+    limit: int | None,
+    since: str,
+    split: str,
+    image: str,
+    memory_mb: int,
+    timeout: float,
+    explain: bool,
+) -> int:
+    """Make tasks of a repository's commits that touch Python source and tests, newest first.
+
+    \b
+    Examples:
+      lego-tasks import git clones/click --out tasks/click --limit 50 --split train
+      lego-tasks import git clones/click --out tasks/one --ids 1e26d14facab
+
+    The repository of a task is the commit's parent, the solution what the commit changes outside of tests, the hidden
+    tests what it changes in them, the instruction its message. The changed test files run in a sandbox before and after
+    to find out which tests the commit mends. Prints the path of each task; what cannot be imported gets a line with the
+    reason on stderr.
+    """
+    from legorl.commands.tasks import import_git
+    from legorl.commands.tasks.folders import task_id
+    from legorl.commands.tasks.git_trees import Trees, git_dir_of
+    from legorl.commands.tasks.import_trees import Options
+
+    git_dir = git_dir_of(repo)
+    if git_dir is None:
+        raise Failure(f"{repo}: not a git repository")
+    name = repo.absolute().name.removesuffix(".git")
+    options = Options("git", split, "strict", image, memory_mb, timeout)
+    settings = {"importer": "git", "repo": repo.resolve(), **vars(options)}
+    if explain:
+        return _explain(settings, ids=ids, limit=limit, since=since, out=out)
+    with _Clones(repo.resolve().parent) as clones, Trees(git_dir, clones.submodule) as trees:
+
+        def make(commit: import_git.Commit, folder: Path) -> None:
+            asyncio.run(import_git.write_commit(commit, trees, name, options, folder))
+
+        def makes() -> Iterator[tuple[str, Make | Exception]]:
+            for commit in import_git.commits(trees, import_git.head_of(git_dir), since):
+                if not ids or commit.id.startswith(ids):
+                    yield task_id(f"{name}-{commit.id[:12]}"), partial(make, commit)
+
+        return _import(makes(), out, settings, limit)
+
+
 def _explain(settings: dict[str, Any], **more: Any) -> int:
     explain({**settings, **more})
     return OK
@@ -183,10 +245,11 @@ class _Clones:
             if git_dir is None:
                 folder = self._repos / name.replace("/", "__")
                 raise Skip("no clone", f"none of {name} in {self._repos}; git clone it to {folder}")
-            self._open[name] = self._stack.enter_context(Trees(git_dir, self._submodule))
+            self._open[name] = self._stack.enter_context(Trees(git_dir, self.submodule))
         return self._open[name]
 
-    def _submodule(self, url: str, _commit: str) -> Path | None:
+    def submodule(self, url: str, _commit: str) -> Path | None:
+        """Return the git directory of a submodule's clone, None if there is none at hand."""
         from legorl.commands.tasks.git_trees import find_clone
 
         parts = url.removesuffix(".git").rstrip("/").replace(":", "/").split("/")
@@ -235,5 +298,5 @@ def _import(
     return OK
 
 
-for each in (swe_bench, harbor):
+for each in (swe_bench, harbor, git):
     import_group.add_command(each)
