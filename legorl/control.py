@@ -47,6 +47,7 @@ class Health:
     template_digest: str
     context: int  # tokens, prompt and completion together
     llm_dir: str  # folder to mount: holds llm.sock, the harness side
+    routing: str | None  # `recorded`, or why the experts of a sparse model are not; None: there are none
     engine_cores: list[int]  # cores the engine keeps for itself; [] = none
     free_cores: list[int]  # cores for sandboxes
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from legorl import tree
 from legorl.commands.rollout.attempt import HOME, Job, own_seconds, pack_home, patched_files
+from legorl.commands.rollout.cli import _Progress
 from legorl.commands.rollout.durable import Store
 from legorl.commands.rollout.schedule import make_all
 from legorl.commands.rollout.verdict import STOPS, Seen, decide
@@ -381,6 +382,24 @@ def test_help_has_examples_and_loads_nothing_heavy() -> None:
     code += "print(sorted({'torch', 'vllm', 'transformers', 'duckdb', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Examples:\n    lego-serve MODEL -- lego-rollout TASK" in done.stdout and done.stderr.strip() == "[]"
+
+
+def test_the_summary_counts_input_positions_with_recorded_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    def row(n: int, *routing: dict[str, Any] | None) -> dict[str, Any]:
+        return builders.trajectory("t", n, turns=[builders.turn(k, k - 1, routing=r) for k, r in enumerate(routing)])
+
+    progress = _Progress(3, 0)
+    progress.ended(row(0, {"valid": b"\1\1\0\1"}, {"valid": b"\1\1\1\1\1"}), False, None)
+    progress.ended(row(1, {"valid": b"\1\1\1\1"}, None), True, None)  # to be tried again: not counted
+    progress.ended(row(2, None, None), False, None)  # a dense model: nothing to record
+    progress.tell_all()
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "lego-rollout: experts recorded for 8 of 9 input positions (88.89%)"
+    )
+    dense = _Progress(1, 0)
+    dense.ended(row(0, None), False, None)
+    dense.tell_all()
+    assert "experts" not in capsys.readouterr().err
 
 
 def test_explain_prints_the_settings_and_does_nothing(tmp_path: Path) -> None:

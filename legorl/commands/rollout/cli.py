@@ -151,6 +151,8 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
         with OutDir(out, config):
             if policy and (health.digest, health.version) != (policy.digest, policy.version):
                 health = await _load(policy, control)
+            if health.routing not in (None, "recorded"):
+                say(f"lego-rollout: the experts of this sparse model are not recorded: {health.routing}")
             meta = {"config": config, "engine": health.engine, "model": health.name}
             store = Store(out, plan, wanted["groups_per_shard"], meta)
             jobs = store.left(tasks)
@@ -190,6 +192,7 @@ class _Progress:
     def __init__(self, total: int, before: int):
         self._total, self._made, self._begun = total, before, time.monotonic()
         self._outcomes: dict[str, Counter[str]] = {}
+        self._routed, self._inputs = 0, 0  # input positions with recorded experts, and all, of sparse models
         self._bar: Any = None
 
     def __enter__(self) -> "_Progress":
@@ -210,6 +213,7 @@ class _Progress:
         if not again:
             self._made += 1
             self._outcomes.setdefault(group, Counter())[outcome] += 1
+            self._count_routing(row["turns"] or [])
             if self._bar is not None:
                 self._bar.update()
         if shard is not None:
@@ -226,6 +230,16 @@ class _Progress:
             counts = ", ".join(f"{n} {name}" for name, n in total.most_common())
             now = "" if total.total() == self._made else f"; {total.total()} now"
             self._say(f"{self._made} of {self._total} attempts{now}: {counts}")
+        if self._inputs:
+            share = self._routed / self._inputs
+            self._say(f"experts recorded for {self._routed} of {self._inputs} input positions ({share:.2%})")
+
+    def _count_routing(self, turns: list[dict[str, Any]]) -> None:
+        from legorl import routing
+
+        if any(turn["routing"] for turn in turns):
+            self._routed += sum(routing.valid_rows(turn["routing"]) for turn in turns)
+            self._inputs += sum(routing.wanted_rows(turn) for turn in turns)
 
     def _say(self, line: str) -> None:
         if self._bar is not None:

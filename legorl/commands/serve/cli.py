@@ -32,6 +32,12 @@ from legorl.options import Failure, command, explain, explain_option, option, pr
     help="Cores the engine keeps for itself, as 0 or 0-3; `all` shares every core. "
     "[default: all but one where there are few]",
 )
+@option(
+    "--routing",
+    type=click.Choice(["auto", "require", "off"]),
+    default="auto",
+    help="Record the experts that a sparse model chooses: where the engine can, always or fail, never.",
+)
 # API
 @option(
     "--log",
@@ -121,13 +127,17 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
     if engine is None:
         return 0
     info = engine.info()
+    required = wanted["routing"] == "require"
+    if required and not info.routing:
+        await engine.close()
+        raise Failure(f"--routing require: {info.unrouted or f'{held.name} on {info.name} chooses no experts'}")
     voice.say(
-        f"lego-serve: {held.name} version {held.version} on {info.name}, context {info.context}, "
+        f"lego-serve: {held.name} version {held.version} on {info.name}, context {info.context}, {info.routing_words}, "
         f"ready in {time.monotonic() - begun:.0f} s"
     )
     llm_dir = make_llm_dir()
     try:
-        server = Server(engine, held, llm_dir, free)
+        server = Server(engine, held, llm_dir, free, required)
         if server.template.fault:
             voice.say(
                 f"lego-serve: this chat template cannot be bridged ({server.template.fault}); "
@@ -173,7 +183,8 @@ async def _engine(held: Any, cores: list[int], wanted: dict[str, Any]) -> Any:
     if kind == "torch":
         from legorl.commands.serve.torch_engine import TorchEngine
 
-        return await asyncio.to_thread(TorchEngine, held.folder, held.version, context, wanted["dtype"] or "float32")
+        dtype = wanted["dtype"] or "float32"
+        return await asyncio.to_thread(TorchEngine, held.folder, held.version, context, dtype, wanted["routing"])
     from legorl.commands.serve.vllm_engine import VllmEngine
 
     return await VllmEngine.start(
@@ -184,6 +195,7 @@ async def _engine(held: Any, cores: list[int], wanted: dict[str, Any]) -> Any:
         kv_bytes=int(wanted["kv_gib"] * (1 << 30)),
         dtype=wanted["dtype"],
         cores=cores,
+        routing=wanted["routing"],
     )
 
 

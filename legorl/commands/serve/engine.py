@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from legorl import tree
+from legorl.routing import Shape
 
 
 class EngineError(Exception):
@@ -80,6 +81,7 @@ class Delta:
     finish: str | None = None
     cached_tokens: int | None = None  # prompt tokens that came from the prefix cache; on the first delta
     support: str | None = None  # where the engine knows better than the request
+    routing: tuple[int, Any] | None = None  # input position of the first row, experts [rows, layers, topk]
     cut: bool = False  # a fault that a script asks for: who waits for this answer loses the connection here, once
 
 
@@ -88,7 +90,15 @@ class EngineInfo:
     name: str
     context: int  # most tokens of prompt and completion together
     cores: list[int] = field(default_factory=list)
+    routing: Shape | None = None  # of the rows of experts that it delivers
+    unrouted: str | None = None  # why it delivers none for a sparse model; None: there are none to deliver
     recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # weights by version, where a record is replayed
+
+    @property
+    def routing_words(self) -> str:
+        if self.routing:
+            return f"experts of {self.routing.layers} sparse layers recorded"
+        return f"experts not recorded ({self.unrouted})" if self.unrouted else "no experts to record"
 
 
 class Engine(Protocol):
@@ -100,7 +110,10 @@ class Engine(Protocol):
     def admit(self, ask: Ask) -> None:
         """Told of each turn before it is recorded. Raises ContextOverflow or Refused to turn it away, unrecorded."""
 
-    def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]: ...
+    def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, routing_from: int = 0
+    ) -> AsyncIterator[Delta]:
+        """`routing_from`: the first input position whose experts are wanted, if the model is sparse."""
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -19,7 +19,15 @@ from legorl.control import Health, SessionRequest
 class Server:
     """One engine and its sessions. Lives in one event loop."""
 
-    def __init__(self, engine: Engine, model: checkpoint.Checkpoint, llm_dir: Path, free_cores: list[int]):
+    def __init__(
+        self,
+        engine: Engine,
+        model: checkpoint.Checkpoint,
+        llm_dir: Path,
+        free_cores: list[int],
+        require_routing: bool = False,
+    ):
+        self.require_routing = require_routing  # a turn without all its experts ends its session
         self.engine = engine
         self.model = model
         self.weights = model
@@ -55,6 +63,7 @@ class Server:
             template_digest=self.template.digest,
             context=info.context,
             llm_dir=str(self.llm_dir),
+            routing="recorded" if info.routing else info.unrouted,
             engine_cores=info.cores,
             free_cores=self.free_cores,
         )
@@ -141,6 +150,7 @@ class _Gated(Session):
     def __init__(self, request: SessionRequest, server: Server):
         super().__init__(request, server.engine, server.template)
         self._server = server
+        self.require_routing = server.require_routing
         self.weights: dict[int, dict[str, Any]] = {}
 
     async def gate(self) -> None:

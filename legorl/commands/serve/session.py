@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from legorl import tree
+from legorl import routing, tree
 from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.detokenize import Detokenizer, tokens_through
 from legorl.commands.serve.engine import Ask, ContextOverflow, Engine, EngineError, Sampling
@@ -74,6 +74,7 @@ class Session:
         self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self.overflow = False
         self.closed = False
+        self.require_routing = False
         self._engine, self._template = engine, template
         self._tasks: set[asyncio.Task] = set()
         self._spill = Spill()
@@ -320,9 +321,10 @@ class Session:
         begun, first = time.monotonic(), None
         turn.queue_s = begun - asked
         turn.support = turn.sampling.support
-        finish, unread = None, []
+        finish, unread, routed = None, [], []
+        wanted = routing.positions(turn.node.prefix_len, len(prompt), 0).start
         try:
-            async for delta in self._engine.generate(f"{self.id}/{turn.node.index}", prompt, turn.sampling):
+            async for delta in self._engine.generate(f"{self.id}/{turn.node.index}", prompt, turn.sampling, wanted):
                 first = first or time.monotonic()
                 turn.ids += delta.ids
                 turn.logprobs += delta.logprobs
@@ -332,6 +334,8 @@ class Session:
                 self._note_version(turn, delta.version, len(delta.ids))
                 if delta.cached_tokens is not None and turn.cached_tokens is None:
                     turn.cached_tokens = delta.cached_tokens
+                if delta.routing is not None:
+                    routed.append(delta.routing)
                 finish = delta.finish
                 unread += delta.ids
                 if turn.live or turn.sampling.stop or finish:
@@ -343,6 +347,9 @@ class Session:
         finally:
             self.leave()
             turn.node.completion_ids = tree.ids(turn.ids)
+            turn.route(self._engine.info().routing, routed)
+        if self.require_routing and finish in ("stop", "length"):
+            turn.check_routing()
         ended = time.monotonic()
         turn.prefill_s = (first or ended) - begun
         turn.decode_s = ended - (first or ended)

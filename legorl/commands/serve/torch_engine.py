@@ -1,12 +1,14 @@
 """The plain reference engine on transformers: one request at a time, small and slow, exact log-probabilities.
 
 It is the referee: `lego-inspect verify` and the tests compare every other engine with it. One thread computes; each
-turn is prefilled from scratch (no cache survives a turn), so new weights need no cache to be cleared.
+turn is prefilled from scratch (no cache survives a turn), so new weights need no cache to be cleared, and every input
+position passes the routers of a sparse model in the turn that reads it.
 """
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,15 @@ from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineInfo
 class TorchEngine:
     failure = None
 
-    def __init__(self, folder: Path, version: int, context: int | None, dtype: str):
+    def __init__(self, folder: Path, version: int, context: int | None, dtype: str, routing: str = "auto"):
         from transformers import AutoTokenizer
 
         from legorl.model import load_model
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.version = version
-        self._dtype = dtype
-        self._model: Any = load_model(folder, dtype)
-        self._model.eval()
+        self._dtype, self._routing = dtype, routing
+        self._use(load_model(folder, dtype))
         limit = int(getattr(self._model.config, "max_position_embeddings", 8192))
         self._context = min(context or limit, limit)
         ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
@@ -34,13 +35,27 @@ class TorchEngine:
         self._turn = asyncio.Lock()
         self._stopped: set[str] = set()
 
+    def _use(self, model: Any) -> None:
+        from legorl.model import ModelError, find_routers
+
+        self._model, self._routers, self._unrouted = model, None, None
+        try:
+            self._routers = find_routers(model)
+        except ModelError as error:
+            self._unrouted = str(error)
+        if self._routers and self._routing == "off":
+            self._routers, self._unrouted = None, "--routing off"
+
     def info(self) -> EngineInfo:
-        return EngineInfo("torch", self._context)
+        shape = self._routers.shape if self._routers else None
+        return EngineInfo("torch", self._context, routing=shape, unrouted=self._unrouted)
 
     def admit(self, ask: Ask) -> None:
         pass
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, routing_from: int = 0
+    ) -> AsyncIterator[Delta]:
         if len(prompt_ids) >= self._context:
             raise ContextOverflow
         loop = asyncio.get_running_loop()
@@ -52,7 +67,7 @@ class TorchEngine:
 
             def work() -> None:
                 try:
-                    self._sample(request_id, prompt_ids, sampling, tell)
+                    self._sample(request_id, prompt_ids, sampling, routing_from, tell)
                 except BaseException as error:
                     tell(error)
 
@@ -71,26 +86,34 @@ class TorchEngine:
                 await asyncio.to_thread(thread.join)
                 self._stopped.discard(request_id)
 
-    def _sample(self, request_id: str, prompt_ids: list[int], sampling: Sampling, tell: Any) -> None:
+    def _sample(self, request_id: str, prompt_ids: list[int], sampling: Sampling, routing_from: int, tell: Any) -> None:
         import torch
 
         random = torch.Generator().manual_seed(sampling.seed & 0x7FFFFFFF)
         room = min(sampling.max_tokens, self._context - len(prompt_ids))
         done: list[int] = []
-        feed, cache = torch.tensor([prompt_ids]), None
-        with torch.inference_mode():
+        feed, cache, fed = torch.tensor([prompt_ids]), None, 0
+        chosen: list[Any] = []  # in the pass under way: int64 [fed tokens, topk] of each sparse layer
+        watching = (
+            self._routers.watched(lambda _layer, _logits, experts: chosen.append(experts))
+            if self._routers
+            else nullcontext()
+        )
+        with torch.inference_mode(), watching:
             for position in range(room):
                 if request_id in self._stopped:
                     tell(Delta([], [], self.version, "abort"))
                     return
                 out = self._model(input_ids=feed, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = out.past_key_values
+                routed = _rows(chosen, fed, routing_from, self._routers.shape.dtype) if self._routers else None
+                fed += feed.shape[1]
                 token, value = draw(out.logits[0, -1].float(), sampling, random)
                 done.append(token)
                 text = self.tokenizer.decode(done) if sampling.stop else ""
                 ended = token in self._ends or any(s in text for s in sampling.stop)
                 finish = "stop" if ended else "length" if position + 1 == room else None
-                tell(Delta([token], [value], self.version, finish, cached_tokens=0))
+                tell(Delta([token], [value], self.version, finish, cached_tokens=0, routing=routed))
                 if finish:
                     return
                 feed = torch.tensor([[token]])
@@ -102,12 +125,24 @@ class TorchEngine:
         from legorl.model import load_model
 
         async with self._turn:
-            self._model = await asyncio.to_thread(load_model, folder, self._dtype)
-            self._model.eval()
+            self._use(await asyncio.to_thread(load_model, folder, self._dtype))
             self.version = version
 
     async def close(self) -> None:
         pass
+
+
+def _rows(chosen: list[Any], fed: int, routing_from: int, dtype: str) -> tuple[int, Any]:
+    """Take what each sparse layer chose: (position of the first row, experts [rows, layers, topk]).
+
+    `fed`: input position of the first token of the pass; rows in front of `routing_from` are left out.
+    """
+    import torch
+
+    skip = max(0, routing_from - fed)
+    rows = torch.stack([experts[skip:] for experts in chosen], dim=1).cpu().numpy().astype(dtype)
+    chosen.clear()
+    return fed + skip, rows
 
 
 def draw(logits: Any, sampling: Sampling, random: Any) -> tuple[int, float]:

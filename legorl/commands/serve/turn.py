@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from legorl import tree
+from legorl import routing, tree
 from legorl.commands.serve import tools as toolformat
-from legorl.commands.serve.engine import Sampling
+from legorl.commands.serve.engine import EngineError, Sampling
 from legorl.commands.serve.messages import BadRequest, Message
+from legorl.routing import Shape
 
 
 class Cut(Exception):
@@ -71,6 +72,7 @@ class Turn:
     cached_tokens: int | None = None
     reasoning_tokens: int = 0  # of `ids`, up to the closing mark
     drops: list[dict[str, Any]] = field(default_factory=list)
+    routing: dict[str, Any] | None = None  # schema.ROUTING
     cut_at: int | None = None  # who waits for this answer loses the connection behind so many pieces, once
     at: int | None = None  # where it is in the session's spill
     live: bool = False  # somebody follows the text as it is sampled
@@ -87,6 +89,21 @@ class Turn:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    def route(self, shape: Shape | None, pieces: list[tuple[int, Any]]) -> None:
+        """Record the experts that the engine delivered; positions of which it delivered none are not valid."""
+        if shape:
+            span = routing.positions(self.node.prefix_len, self.node.prompt_len, len(self.ids))
+            self.routing = routing.pack(shape, span, pieces)
+
+    def check_routing(self) -> None:
+        """Raise EngineError unless the experts of every input position are recorded."""
+        rows, valid = (self.routing or {}).get("rows", 0), routing.valid_rows(self.routing)
+        if not rows or valid < rows:
+            raise EngineError(
+                f"turn {self.node.index}: the engine told the experts of {valid} of {rows} input positions, and "
+                "--routing require wants them all"
+            )
 
     def wake(self) -> None:
         """Tell those who follow that there is news."""
@@ -175,7 +192,7 @@ def row(turn: Turn) -> dict[str, Any]:
         "temperature": turn.sampling.temperature,
         "support": turn.support or turn.sampling.support,
         "versions": turn.versions,
-        "routing": None,
+        "routing": turn.routing,
         "request_id": turn.id,
         "request_digest": turn.digest,
         "protocol": request.protocol,

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineError, EngineInfo, Sampling, Unsupported
+from legorl.model import is_sparse
+from legorl.routing import Shape
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -24,6 +26,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+NOT_ON_CPU = "vLLM's CPU build cannot tell which experts were chosen; --engine torch can"
 BLOCK = 32  # smallest block that the CPU attention accepts: the finer, the more of a prefix is found in the cache
 
 
@@ -39,11 +42,17 @@ class VllmEngine:
         kv_bytes: int,
         dtype: str | None,
         cores: list[int],
+        routing: str = "auto",
     ):
         self._folder, self.version, self._cores = folder, version, cores
         self._wanted = {"context": context, "sequences": sequences, "kv_bytes": kv_bytes, "dtype": dtype}
+        self._routing = routing
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Delta | BaseException]] = {}
+        self._routing_from: dict[str, int] = {}  # of each stream
+        self._shape: Shape | None = None
+        self._sparse_layers: list[int] = []  # among all of the model's
+        self._unrouted: str | None = None
         self._loop = asyncio.get_running_loop()
         self.failure: str | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -58,7 +67,7 @@ class VllmEngine:
         return engine
 
     def info(self) -> EngineInfo:
-        return EngineInfo("vllm", self._context, self._cores)
+        return EngineInfo("vllm", self._context, self._cores, self._shape, self._unrouted)
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -98,12 +107,18 @@ class VllmEngine:
 
         if self._cores:
             torch.set_num_threads(len(self._cores))
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
+
+        cuda = torch.cuda.is_available()
+        sparse = is_sparse(AutoConfig.from_pretrained(self._folder))
+        if sparse:
+            self._unrouted = "--routing off" if self._routing == "off" else None if cuda else NOT_ON_CPU
+        if self._routing == "require" and (not sparse or self._unrouted):
+            raise EngineError(f"--routing require: {self._unrouted or 'a dense model chooses no experts'}")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.tokenizer = AutoTokenizer.from_pretrained(self._folder)
-        cuda = torch.cuda.is_available()
         arguments: dict[str, Any] = {
             "model": str(self._folder),
             "dtype": self._wanted["dtype"] or ("bfloat16" if cuda else "float32"),
@@ -116,6 +131,8 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
         }
+        if sparse and not self._unrouted:
+            arguments["enable_return_routed_experts"] = True
         if not cuda:
             arguments |= {"kv_cache_memory_bytes": self._wanted["kv_bytes"], "block_size": BLOCK}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -125,9 +142,11 @@ class VllmEngine:
         config = self._engine.vllm_config.model_config
         self._context = int(config.max_model_len)
         self._tied_on_cpu = not cuda and bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        self._moe_on_cpu = not cuda and bool(
-            getattr(config.hf_text_config, "num_experts", 0) or getattr(config.hf_text_config, "num_local_experts", 0)
-        )
+        self._moe_on_cpu = not cuda and sparse
+        if "enable_return_routed_experts" in arguments:
+            self._sparse_layers = self._engine.collective_rpc(_sparse_layers)[0]
+            sizes = (config.get_num_experts_per_tok(), config.get_num_experts())
+            self._shape = Shape(len(self._sparse_layers), *sizes)
 
     def _publish(self, output: Any) -> None:
         stream = self._streams.get(output.request_id)
@@ -137,7 +156,10 @@ class VllmEngine:
         ids = list(part.token_ids)
         values = [entry[token].logprob for token, entry in zip(ids, part.logprobs or [], strict=True)]
         finish = part.finish_reason if output.finished else None
-        delta = Delta(ids, values, self.version, finish, cached_tokens=output.num_cached_tokens)
+        routed = None
+        if part.routed_experts is not None:  # with the last output, from the wanted position on, for every layer
+            routed = (self._routing_from[output.request_id], part.routed_experts[:, self._sparse_layers])
+        delta = Delta(ids, values, self.version, finish, cached_tokens=output.num_cached_tokens, routing=routed)
         self._tell(stream.put_nowait, delta)
 
     # -- asyncio side ----------------------------------------------------------------------------------------------
@@ -173,7 +195,9 @@ class VllmEngine:
     def admit(self, ask: Ask) -> None:
         pass
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> AsyncIterator[Delta]:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, routing_from: int = 0
+    ) -> AsyncIterator[Delta]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -188,9 +212,10 @@ class VllmEngine:
             stop=list(sampling.stop),
             seed=sampling.seed & 0x7FFFFFFF,
             skip_special_tokens=False,
+            routed_experts_prompt_start=routing_from,
         )
         stream: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
-        self._streams[request_id] = stream
+        self._streams[request_id], self._routing_from[request_id] = stream, routing_from
         finished = False
         try:
             prompt: Any = {"prompt_token_ids": prompt_ids}
@@ -204,7 +229,7 @@ class VllmEngine:
                 if finished:
                     return
         finally:
-            del self._streams[request_id]
+            del self._streams[request_id], self._routing_from[request_id]
             if not finished and not self.failure:
                 self._commands.put(lambda: self._engine.abort_request([request_id]))
 
@@ -235,6 +260,14 @@ class VllmEngine:
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, 10)
+
+
+def _sparse_layers(worker: Any) -> list[int]:
+    """Which layers of the model have experts, in order of depth: vLLM's rows have a place for every layer."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    modules = worker.model_runner.get_model().modules()
+    return sorted({int(module.layer_id) for module in modules if isinstance(module, MoERunner)})
 
 
 def _repack_tied_head(worker: Any) -> None:
