@@ -1,7 +1,7 @@
 # Set-up, demo and tests. `make` alone lists the targets; everything sets itself up first.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help setup demo test test-all test-harnesses harnesses lint
+.PHONY: help setup demo test test-all test-harnesses bench-serve harnesses lint
 MAKEFLAGS += --no-print-directory
 
 RUN ?= runs/demo
@@ -38,3 +38,6 @@ test-harnesses: harnesses ## install every harness, and run the tests that drive
 
 harnesses: export LEGORL_HARNESSES = $(notdir $(basename $(filter-out %/command.toml,$(wildcard legorl/harnesses/*.toml))))
 harnesses: setup
+
+bench-serve: setup ## how fast lego-serve is, beside its own engine and vLLM's server; JSON (docs/benchmarks.md)
+	@.venv/bin/python tests/bench/serve.py $(PARTS)

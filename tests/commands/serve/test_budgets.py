@@ -1,14 +1,23 @@
 """Budgets end a session so that its harness stops; a session costs memory and disk by its tokens."""
 
 import asyncio
+import gc
 import json
+import keyword
+import sys
+import types
+from pathlib import Path
 
+import builders
+import numpy as np
 import pytest
 
 from legorl.control import SessionRequest
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+VOCABULARY = sorted(set(Path(asyncio.base_events.__file__).read_text().split()) - set(keyword.kwlist))
+TURNS = 200
 SPENT = "session_budget_spent"
 
 
@@ -108,3 +117,60 @@ def test_a_recorded_answer_is_sent_again_after_the_budget_is_spent(run_server):
         assert json.loads(turns[0]["tools"]) and turns[1]["tools"] == "[]"
 
     run(main())
+
+
+def kept_bytes(turns):
+    """What the turns hold in memory, up to Python's own classes and modules."""
+    seen, todo, total = set(), list(turns), 0
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, type | types.ModuleType | types.FunctionType | asyncio.Future):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        todo += gc.get_referents(one)
+    return total
+
+
+def prose(rng, words):
+    """Text that compresses like a shell session: words of real source files, paths and numbers."""
+    return " ".join(
+        f"{rng.choice(VOCABULARY)}:{rng.integers(10_000)}" if rng.random() < 0.2 else str(rng.choice(VOCABULARY))
+        for _ in range(words)
+    )
+
+
+def test_a_long_trajectory_costs_memory_and_disk_by_its_distinct_tokens(run_server, tmp_path):
+    """The harness repeats 200 turns of history; 12 bytes a sampled token, 4 a context token and 400 a turn must do."""
+    rng = np.random.default_rng(0)
+    calls = [json.dumps({"name": "bash", "arguments": {"command": prose(rng, 12)}}) for _ in range(TURNS)]
+    lines = [f"{prose(rng, 20)}\n<tool_call>\n{call}\n</tool_call>" for call in calls]
+    request = SessionRequest("a", turn_tokens=400, side_patterns=("^never",))
+
+    held = []
+
+    async def main():
+        async with run_server(*lines, context=200_000) as running, running.control.session(request) as session:
+            server_side = running.server.session(session.id)
+            async with running.harness(session.key) as http:
+                messages = [{"role": "user", "content": prose(rng, 200)}]
+                for _ in range(TURNS):
+                    body = {"model": "m", "messages": messages, "tools": TOOLS, "temperature": 1.0, "top_p": 1.0}
+                    (choice,) = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+                    (call,) = choice["message"]["tool_calls"]
+                    messages += [choice["message"], {"role": "tool", "tool_call_id": call["id"]}]
+                    messages[-1]["content"] = prose(rng, 40)
+                    held.append(kept_bytes(server_side.turns))
+            return (await session.close()).turns.to_pylist()[0]
+
+    turns = run(main())
+    # Memory grows with what is new; the history that each request repeats would make it 4 times as much.
+    assert held[-1] < 2.2 * held[TURNS // 2 - 1]
+    assert [t["parent"] for t in turns] == list(range(-1, TURNS - 1))
+    sampled = sum(len(t["completion_ids"]) for t in turns)
+    context = sum(len(t["context_ids"]) for t in turns)
+    assert sampled > 30 * TURNS and context > 60 * TURNS
+    for turn in turns:  # a script's are all 0
+        turn["logprobs"] = (-rng.exponential(size=len(turn["completion_ids"]))).astype(np.float32).tolist()
+    size = builders.shard(tmp_path / "a.parquet", [builders.trajectory(turns=turns)]).stat().st_size
+    assert size <= 12 * sampled + 4 * context + 400 * TURNS, (size / TURNS, sampled / TURNS, context / TURNS)
