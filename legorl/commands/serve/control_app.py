@@ -4,6 +4,7 @@ The protocol is described, and its client kept, in legorl/control.py.
 """
 
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -56,6 +57,8 @@ def control_app(server: Server) -> Starlette:
     async def metrics(_request: Request) -> Response:
         lines = [f"legorl_{name}_total {value}" for name, value in server.counters.items()]
         lines += [f"legorl_sessions_open {server.open_sessions}", f"legorl_policy_version {server.version}"]
+        lines += [f"legorl_open_{name} {value}" for name, value in server.held().items()]
+        lines.append(f"legorl_resident_bytes {_resident()}")
         return PlainTextResponse("\n".join(lines) + "\n")
 
     return Starlette(
@@ -67,6 +70,11 @@ def control_app(server: Server) -> Starlette:
             Route("/weights", weights, methods=["POST"]),
         ]
     )
+
+
+def _resident() -> int:
+    """Resident memory of this process, bytes: divided by the open sessions, what one costs at most."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def _events(server: Server, session: _Gated) -> AsyncIterator[bytes]:

@@ -87,6 +87,15 @@ class Server:
     def open_sessions(self) -> int:
         return len(self._sessions)
 
+    def held(self) -> dict[str, int]:
+        """What the open sessions hold: turns and sampled tokens so far, and bytes of turns spilled to disk."""
+        sessions = self._sessions.values()
+        return {
+            "turns": sum(len(s.turns) for s in sessions),
+            "tokens": sum(s.tokens for s in sessions),
+            "spilled_bytes": sum(s.spilled for s in sessions),
+        }
+
     async def end_session(self, session: Session) -> None:
         """Close and forget it; its key is dead from here on."""
         self._sessions.pop(session.id, None)

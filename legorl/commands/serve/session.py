@@ -406,6 +406,11 @@ class Session:
         """Sampled tokens so far, those of running turns too."""
         return self._done_tokens + sum(len(t.ids) for t in self._fresh if not t.done)
 
+    @property
+    def spilled(self) -> int:
+        """Bytes of turns on disk."""
+        return self._spill.size
+
     async def close(self) -> None:
         """End the session: running turns are cut, waiting handlers get SessionClosed."""
         self.closed = True

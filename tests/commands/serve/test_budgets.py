@@ -112,6 +112,10 @@ def test_a_recorded_answer_is_sent_again_after_the_budget_is_spent(run_server):
                 http.headers["x-stainless-retry-count"] = "1"
                 assert (await ask(http, "x", tools=TOOLS)).json() == first
                 assert (await ask(http, "z")).status_code == 400
+            lines = (await running.control._client.get("/metrics")).text.splitlines()
+            metrics = {name: int(value) for name, value in map(str.split, lines)}
+            assert (metrics["legorl_open_turns"], metrics["legorl_open_tokens"]) == (2, session.state.tokens)
+            assert metrics["legorl_open_spilled_bytes"] > 0 and metrics["legorl_resident_bytes"] > 1 << 20
             (turns,) = (await session.close()).turns.to_pylist()
         assert [t["text"] for t in turns] == ["one", "two"] and all(t["delivered"] for t in turns)
         assert json.loads(turns[0]["tools"]) and turns[1]["tools"] == "[]"
