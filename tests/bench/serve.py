@@ -270,35 +270,36 @@ def prompts(count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def tokens_a_second(clients: list[Client], bodies: list[dict[str, Any]]) -> float:
+async def tokens_a_second(where: Path | int, keys: list[str], bodies: list[dict[str, Any]]) -> float:
+    """One round: every request at once. Connections are new: a server closes those that idled through the other's."""
+    clients = await asyncio.gather(*(Client(where, key).__aenter__() for key in keys))
     begun = time.perf_counter()
     replies = await asyncio.gather(*(c.ask(b) for c, b in zip(clients, bodies, strict=True)))
     took = time.perf_counter() - begun
+    for client in clients:
+        await client.__aexit__()
     return sum(r["usage"]["completion_tokens"] for r in replies) / took
 
 
 async def vllm(rounds: int = 3) -> dict[str, Any]:
     out: dict[str, Any] = {}
     arguments = ["--engine", "vllm", "--cores", "all", "--kv-gib", str(KV_GIB), "--context", str(VLLM_CONTEXT)]
-    with vllm_server() as port, lego_serve(*arguments, "--sequences", str(SEQUENCES)) as (socket, _pid):
+    with vllm_server() as port, lego_serve(*arguments, "--sequences", str(SEQUENCES)) as (control_socket, _pid):
         await until_up(port)
-        async with Control(socket) as control:
+        async with Control(control_socket) as control:
             where = Path((await control.health()).llm_dir) / "llm.sock"
             for count in (1, 8, 32):
                 contexts = [control.session(SessionRequest(f"v{k}", turn_tokens=NEW)) for k in range(count)]
                 opened = await asyncio.gather(*(c.__aenter__() for c in contexts))
-                ours = await asyncio.gather(*(Client(where, s.key).__aenter__() for s in opened))
-                theirs = await asyncio.gather(*(Client(port, "none").__aenter__() for _ in range(count)))
+                ours, theirs = (where, [s.key for s in opened]), (port, ["none"] * count)
                 speeds: dict[str, list[float]] = {"ours": [], "theirs": []}
                 for k in range(rounds + 1):
                     bodies = prompts(count)
-                    for name, clients in (("ours", ours), ("theirs", theirs))[:: 1 if k % 2 else -1]:
-                        speed = await tokens_a_second(clients, bodies)
+                    for name, (socket, keys) in (("ours", ours), ("theirs", theirs))[:: 1 if k % 2 else -1]:
+                        speed = await tokens_a_second(socket, keys, bodies)
                         if k:  # the first round warms up
                             speeds[name].append(speed)
                     say(f"{count} sessions: " + ", ".join(f"{n} {v[-1]:.1f} tokens/s" for n, v in speeds.items() if v))
-                for client in (*ours, *theirs):
-                    await client.__aexit__()
                 await asyncio.gather(*(c.__aexit__(None, None, None) for c in contexts))
                 ratios = [a / b for a, b in zip(speeds["ours"], speeds["theirs"], strict=True)]
                 out[str(count)] = {
