@@ -1,11 +1,13 @@
 """A newer Python beside the sandbox's own; a harness's title request."""
 
 import asyncio
+import contextlib
 import json
 import marshal
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,7 @@ print("system", run("python3", "-c", tell).strip())
 @pytest.mark.slow
 def test_a_newer_python_runs_in_the_sandbox_and_leaves_the_systems_alone() -> None:
     harness = load_harness("openhands")
-    harness.check_installed()
+    harness.make_ready()
 
     async def probe() -> str:
         limits = Limits(memory_mb=512, disk_mb=32, processes=32)
@@ -70,6 +72,39 @@ def test_a_newer_python_runs_in_the_sandbox_and_leaves_the_systems_alone() -> No
     assert "system (3, 11) []" in said
 
 
+@contextlib.contextmanager
+def serving(model: Path, lines: list[dict[str, str]], script: Path, context: int) -> Iterator[str]:
+    """The control socket of a lego-serve that answers with `lines`."""
+    script.write_text("\n".join(map(json.dumps, lines)))
+    argv = [BIN / "lego-serve", model, "--engine", "script", "--script", script, "--context", str(context)]
+    serve = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert serve.stdout is not None
+        yield serve.stdout.readline().strip()
+    finally:
+        serve.terminate()
+        serve.wait(30)
+
+
+SMALL = [
+    Case("opencode:small", "openai-chat", call("bash", description="x")),
+    Case("qwen-code:small", "openai-chat", call("run_shell_command", description="x")),
+    Case("openhands:small", "openai-chat", call("terminal"), end=call("finish", "message")("Done.")),
+]
+
+
+@pytest.mark.podman
+@pytest.mark.harness
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.ident)
+def test_a_small_preset_does_its_task_within_8192_tokens(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+    """Harnesses are told the context: some compact for ever or refuse to start if it is little."""
+    with serving(tiny_model, case.script(), tmp_path / "script.jsonl", 8192) as socket:
+        row = rollout(make_task(tmp_path, case.ident), tmp_path / "out", case.spec, socket)
+    assert (row["outcome"], row["patch_files"]) == ("finished", ["hello.txt"]), row["log_tail"]
+    assert [t["cause"] for t in row["turns"]] == ["root", "extend", "extend", "extend"]
+
+
 @pytest.mark.podman
 @pytest.mark.harness
 @pytest.mark.slow
@@ -80,18 +115,10 @@ def test_a_title_request_is_a_side_turn(tiny_model: Path, tmp_path: Path) -> Non
     titled.write_text(text.replace('"title": {"disable": true}, ', ""))
     assert titled.read_text() != text
     case = Case("opencode", "openai-chat", call("bash", description="x"))
-    script = tmp_path / "script.jsonl"
     # Both requests end with the task, and either may come first.
-    script.write_text("\n".join(map(json.dumps, [case.script()[0], *case.script()])))
-    argv = [BIN / "lego-serve", tiny_model, "--engine", "script", "--script", script, "--context", "32768"]
-    serve = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    try:
-        assert serve.stdout is not None
-        socket = serve.stdout.readline().strip()
+    lines = [case.script()[0], *case.script()]
+    with serving(tiny_model, lines, tmp_path / "script.jsonl", 8192) as socket:
         row = rollout(make_task(tmp_path, case.ident), tmp_path / "out", f"{titled}:small", socket)
-    finally:
-        serve.terminate()
-        serve.wait(30)
     sides = [t for t in row["turns"] if t["cause"] == "side"]
     assert len(sides) == 1 and sides[0]["foreign"] is False
     assert "You are a title generator" in sides[0]["messages"]
