@@ -87,8 +87,8 @@ class VllmEngine:
                 if command is not None:
                     command()
                     continue
-                for output in self._engine.step():
-                    self._publish(output)
+                if news := [found for output in self._engine.step() if (found := self._news(output))]:
+                    self._tell(_hand_over, news)  # one wake-up of the other thread a step, not one a token
         except BaseException as error:
             self.failure = f"vLLM failed: {type(error).__name__}: {error}"
             self._tell(self._fail_all, EngineError(self.failure))
@@ -148,10 +148,11 @@ class VllmEngine:
             sizes = (config.get_num_experts_per_tok(), config.get_num_experts())
             self._shape = Shape(len(self._sparse_layers), *sizes)
 
-    def _publish(self, output: Any) -> None:
+    def _news(self, output: Any) -> "tuple[asyncio.Queue[Delta | BaseException], Delta] | None":
+        """The delta that a step brought for a request, and the stream that waits for it; None if none does."""
         stream = self._streams.get(output.request_id)
         if stream is None:
-            return
+            return None
         part = output.outputs[0]
         ids = list(part.token_ids)
         values = [entry[token].logprob for token, entry in zip(ids, part.logprobs or [], strict=True)]
@@ -160,7 +161,7 @@ class VllmEngine:
         if part.routed_experts is not None:  # with the last output, from the wanted position on, for every layer
             routed = (self._routing_from[output.request_id], part.routed_experts[:, self._sparse_layers])
         delta = Delta(ids, values, self.version, finish, cached_tokens=output.num_cached_tokens, routing=routed)
-        self._tell(stream.put_nowait, delta)
+        return stream, delta
 
     # -- asyncio side ----------------------------------------------------------------------------------------------
 
@@ -212,6 +213,7 @@ class VllmEngine:
             stop=list(sampling.stop),
             seed=sampling.seed & 0x7FFFFFFF,
             skip_special_tokens=False,
+            detokenize=bool(sampling.stop),  # the session makes its own text; only stop strings need the engine's
             routed_experts_prompt_start=routing_from,
         )
         stream: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
@@ -268,6 +270,11 @@ def _sparse_layers(worker: Any) -> list[int]:
 
     modules = worker.model_runner.get_model().modules()
     return sorted({int(module.layer_id) for module in modules if isinstance(module, MoERunner)})
+
+
+def _hand_over(news: "list[tuple[asyncio.Queue[Delta | BaseException], Delta]]") -> None:
+    for stream, delta in news:
+        stream.put_nowait(delta)
 
 
 def _repack_tied_head(worker: Any) -> None:
