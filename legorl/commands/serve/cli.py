@@ -38,6 +38,19 @@ from legorl.options import Failure, command, explain, explain_option, option, pr
     default="auto",
     help="Record the experts that a sparse model chooses: where the engine can, always or fail, never.",
 )
+# Text
+@option(
+    "--tool-format",
+    type=click.Choice(["auto", "default", "hermes", "qwen3_coder", "llama3_json", "mistral"]),
+    default="auto",
+    help="How the model writes tool calls; auto: as its chat template does.",
+)
+@option(
+    "--history",
+    type=click.Choice(["exact", "template"]),
+    default="exact",
+    help="Earlier answers as they were sampled, or as the chat template shows them (without old reasoning).",
+)
 # API
 @option(
     "--log",
@@ -137,12 +150,9 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
     )
     llm_dir = make_llm_dir()
     try:
-        server = Server(engine, held, llm_dir, free, required)
-        if server.template.fault:
-            voice.say(
-                f"lego-serve: this chat template cannot be bridged ({server.template.fault}); "
-                "every turn is rendered in full"
-            )
+        text = {k: wanted[k] for k in ("tool_format", "history")}
+        server = Server(engine, held, llm_dir, free, required, **text)
+        voice.say(f"lego-serve: {server.template.describe()}")
         await asyncio.to_thread(lambda: held.digest)
         port = wanted["port"] if wanted["port"] is not None else (0 if argv else None)
         async with serving(server, port) as (control, bound):

@@ -14,6 +14,7 @@ from typing import Any
 from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.detokenize import overlap
 from legorl.commands.serve.engine import ContextOverflow, EngineError, Refused
+from legorl.commands.serve.formats import Format
 from legorl.commands.serve.messages import BadRequest
 from legorl.commands.serve.session import BudgetSpent, SessionClosed, TooManyAtOnce
 from legorl.commands.serve.turn import Turn
@@ -82,7 +83,7 @@ async def parts(turn: Turn) -> AsyncIterator[tuple[str, str]]:
 
     Raises what ended the turn badly.
     """
-    held = Held(bool(turn.request.tools), turn.thinking)
+    held = Held(turn.format if turn.request.tools else None, turn.thinking)
     async for piece in turn.follow(BEAT_S):
         if not piece:
             yield BEAT, ""
@@ -98,8 +99,8 @@ async def parts(turn: Turn) -> AsyncIterator[tuple[str, str]]:
 class Held:
     """Text that may be shown while an answer that could hold reasoning and tool calls is still being sampled."""
 
-    def __init__(self, tools: bool, thinking: toolformat.Thinking | None = None):
-        self._tools, self._thinking = tools, thinking
+    def __init__(self, format: Format | None, thinking: toolformat.Thinking | None = None):
+        self._format, self._thinking = format, thinking
         self._text = ""
         self.shown = {REASONING: 0, TEXT: 0}  # characters shown so far
 
@@ -115,12 +116,7 @@ class Held:
 
     def _safe(self, content: str) -> str:
         """Cut content before what is, or could become, a tool call, and the white space in front of it."""
-        if not self._tools:
-            return content
-        opener = content.find(toolformat.OPEN)
-        if opener < 0:
-            opener = len(content) - overlap(content, toolformat.OPEN)
-        return content[:opener].rstrip()
+        return content[: self._format.safe(content)].rstrip() if self._format else content
 
     def _new(self, kind: str, whole: str) -> list[tuple[str, str]]:
         new = whole[self.shown[kind] :]

@@ -11,7 +11,7 @@ from typing import Any
 
 from legorl import checkpoint
 from legorl.commands.serve.engine import Engine, EngineError
-from legorl.commands.serve.render import Template
+from legorl.commands.serve.render import Template, end_tokens
 from legorl.commands.serve.session import Session
 from legorl.control import Health, SessionRequest
 
@@ -26,6 +26,9 @@ class Server:
         llm_dir: Path,
         free_cores: list[int],
         require_routing: bool = False,
+        *,
+        tool_format: str = "auto",
+        history: str = "exact",
     ):
         self.require_routing = require_routing  # a turn without all its experts ends its session
         self.engine = engine
@@ -33,7 +36,7 @@ class Server:
         self.weights = model
         self.version = model.version
         self.name = model.name
-        self.template = Template(engine.tokenizer)
+        self.template = Template(engine.tokenizer, tool_format, history, end_tokens(model.folder))
         self.llm_dir = llm_dir
         self.free_cores = free_cores
         self.started = time.time()

@@ -101,7 +101,7 @@ class Session:
         if self.closed:
             raise SessionClosed
         self._shed()
-        chain, base, at = self._match(request)
+        chain, base, at, told = self._match(request)
         known = [self.turns[k] for k in self._by_digest.get(chain, [])]
         if known and (
             not known[-1].done
@@ -116,9 +116,9 @@ class Session:
         for other in running:  # the harness may already repeat what it has seen of an answer
             other.node.completion_ids = tree.ids(other.ids)
         resample = sum(1 for t in known if not t.error)
-        prompt = self._prompt(request, base, at)
+        prompt, continued = self._prompt(told, request.tools, base, at)
         nodes = [t.node for t in self.turns]
-        parent, prefix_len = tree.place(nodes, prompt, base.node.index if base and not self._template.fault else None)
+        parent, prefix_len = tree.place(nodes, prompt, continued)
         index = len(self.turns)
         limit = self._engine.info().context - len(prompt)
         if limit < 1:
@@ -139,6 +139,7 @@ class Session:
             tools_changed=tools_digest != self._last_tools,
             foreign=bool(self._agent and not self._agent.search(request.user_agent)),
             thinking=self._template.thinking,
+            format=self._template.format,
             live=request.streamed,
         )
         self._last_tools = tools_digest
@@ -167,8 +168,8 @@ class Session:
         """Return how many prompt tokens the request would have now. Nothing is recorded."""
         if self.closed:
             raise SessionClosed
-        _chain, base, at = self._match(request)
-        return len(self._prompt(request, base, at))
+        _chain, base, at, told = self._match(request)
+        return len(self._prompt(told, request.tools, base, at)[0])
 
     def _shed(self) -> None:
         """Keep no more than needed of the turns that are over."""
@@ -188,18 +189,22 @@ class Session:
         turn.request, turn.delivered = replace(request, messages=[]), True
         return turn
 
-    def _match(self, request: Request) -> tuple[str, Turn | Past | None, int]:
-        """Return (digest of the request, last turn it continues exactly, index of that turn's answer in it)."""
-        chain = digest("tools", request.tools, request.stop)
+    def _match(self, request: Request) -> tuple[str, Turn | Past | None, int, list[Message]]:
+        """Return (digest of the request, last turn it continues exactly, index of that turn's answer, messages).
+
+        The messages are the request's, with recorded answers (their reasoning too) where the request repeats them.
+        """
+        chain, told = digest("tools", request.tools, request.stop), [*request.messages]
         base, at = None, -1
         for position, message in enumerate(request.messages):
             if message["role"] == "assistant":
                 turn = self._answered(chain, message)
                 if turn:
                     chain, base, at = digest(chain, "turn", turn.node.index), turn, position
+                    told[position] = turn.answer or message
                     continue
             chain = digest(chain, message_key(message))
-        return chain, base, at
+        return chain, base, at, told
 
     def _answered(self, chain: str, message: Message) -> Turn | Past | None:
         for index in reversed(self._by_digest.get(chain, [])):
@@ -208,12 +213,17 @@ class Session:
                 return turn
         return None
 
-    def _prompt(self, request: Request, base: Turn | Past | None, at: int) -> Any:
-        if base is None or self._template.fault:
-            return tree.ids(self._template.full(request.messages, request.tools))
-        bridge = self._template.bridge(request.messages, at, request.tools, base.closed_itself)
-        path = tree.path_ids([t.node for t in self.turns], base.node.index)
-        return np.concatenate([path, tree.ids(bridge)])
+    def _prompt(
+        self, told: list[Message], tools: list[dict[str, Any]], base: Turn | Past | None, at: int
+    ) -> tuple[np.ndarray, int | None]:
+        """Return (prompt ids, the turn that they continue token-exactly; None where all was rendered)."""
+        if base is not None:
+            last = int(base.node.completion_ids[-1]) if base.closed_itself else None
+            bridge = self._template.bridge(told, at, tools, last)
+            if bridge is not None:
+                path = tree.path_ids([t.node for t in self.turns], base.node.index)
+                return np.concatenate([path, tree.ids(bridge)]), base.node.index
+        return tree.ids(self._template.full(told, tools)), None
 
     def _cause(self, request: Request, unmatched: list[Message], parent: int, prefix_len: int, resample: int) -> str:
         first = next((m["content"] for m in request.messages if m["role"] in ("system", "user")), "")
@@ -315,7 +325,7 @@ class Session:
             turn.new_messages = []
 
     async def _run(self, turn: Turn, prompt: list[int]) -> None:
-        words = Detokenizer(self._engine.tokenizer, turn.sampling.stop)
+        words = Detokenizer(self._engine.tokenizer, turn.sampling.stop, self._template.hidden)
         asked = time.monotonic()
         await self.gate()
         begun, first = time.monotonic(), None
@@ -358,7 +368,7 @@ class Session:
 
     def _finish(self, turn: Turn, finish: str) -> None:
         reasoning, rest, _ = toolformat.split_reasoning(turn.text, turn.thinking)
-        content, turn.calls = toolformat.parse(rest, turn.request.tools)
+        content, turn.calls = toolformat.parse(rest, turn.request.tools, turn.format)
         valid = [c for c in turn.calls if c.valid] if all(c.valid for c in turn.calls) else []
         turn.answer = {
             "role": "assistant",
@@ -368,7 +378,7 @@ class Session:
         }
         if reasoning and turn.thinking:
             turn.reasoning_tokens = tokens_through(self._engine.tokenizer, turn.ids, turn.thinking.close)
-        turn.closed_itself = bool(turn.ids) and turn.ids[-1] == self._template.end_id
+        turn.closed_itself = bool(turn.ids) and turn.ids[-1] in self._template.end_ids
         if finish == "abort":
             self._drop(turn, "cut")
         if turn.support != "full":

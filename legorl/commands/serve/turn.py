@@ -14,6 +14,7 @@ from typing import Any
 from legorl import routing, tree
 from legorl.commands.serve import tools as toolformat
 from legorl.commands.serve.engine import EngineError, Sampling
+from legorl.commands.serve.formats import BY_NAME, Format
 from legorl.commands.serve.messages import BadRequest, Message
 from legorl.routing import Shape
 
@@ -52,6 +53,7 @@ class Turn:
     tools_changed: bool
     foreign: bool
     thinking: toolformat.Thinking | None = None  # how the model marks its reasoning
+    format: Format = BY_NAME["default"]  # how it writes calls
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     ids: list[int] = field(default_factory=list)

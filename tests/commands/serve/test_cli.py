@@ -75,7 +75,8 @@ def test_a_command_gets_the_api_and_its_exit_code_is_ours(tiny_model, script):
     answer, control, model = done.stdout.splitlines()
     assert done.returncode == 7 and answer == "good day" and model == str(tiny_model)
     assert not Path(control).exists()
-    assert len(done.stderr.splitlines()) == 1 and "ready in" in done.stderr  # the libraries' words are kept apart
+    ready, text = done.stderr.splitlines()  # the libraries' words are kept apart
+    assert "ready in" in ready and "tool calls: default" in text and "token by token" in text
 
 
 def test_standing_alone_it_prints_its_socket_and_stops_when_asked(tiny_model, script):
