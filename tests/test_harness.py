@@ -117,8 +117,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_program_is_copied_for_sandboxes_and_known_by_its_content(program: Path) -> None:
     first = h.load_harness(f"command:{program}")
-    first.check_installed()
-    first.check_installed()
+    first.make_ready()
+    first.make_ready()
     copy = first.folder / "agent.sh"
     assert (copy.read_text(), copy.stat().st_mode & 0o777) == ("#!/bin/sh\n", 0o755)
     assert first.mounts == ((first.folder, "/opt/h"),) and first.label == "command:agent.sh"
@@ -138,7 +138,7 @@ def test_a_folder_is_a_program_if_it_holds_run(program: Path, tmp_path: Path) ->
         h.load_harness(f"command:{folder}")
     program.rename(folder / "run")
     harness = h.load_harness(f"command:{folder}")
-    harness.check_installed()
+    harness.make_ready()
     assert harness.launch(VALUES).argv[0] == "/opt/h/agent/run"
     assert (harness.folder / "agent" / "lib" / "link").readlink() == Path("words")
     digests = {harness.digest}
@@ -155,7 +155,7 @@ def test_a_folder_is_a_program_if_it_holds_run(program: Path, tmp_path: Path) ->
 
 def test_a_program_that_cannot_run_is_named_with_what_is_wrong(program: Path, tmp_path: Path) -> None:
     with pytest.raises(h.HarnessError, match=r"--harness command:\./agent\.sh"):
-        h.load_harness("command").check_installed()
+        h.load_harness("command").make_ready()
     with pytest.raises(h.HarnessError, match="nobody: no such file or folder"):
         h.load_harness(f"command:{tmp_path}/nobody")
     program.chmod(0o600)
@@ -207,7 +207,7 @@ def test_unknown_names_list_the_known(spec: str, complaint: str) -> None:
 def test_not_installed_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGORL_CACHE", str(tmp_path))
     with pytest.raises(h.HarnessError, match=r"run: python -m legorl.harness install pi .*make setup"):
-        h.load_harness("pi").check_installed()
+        h.load_harness("pi").make_ready()
 
 
 def wheel(folder: Path, name: str) -> None:
@@ -235,7 +235,7 @@ def test_install_is_whole_compiled_readable_and_done_once(
     toy = h.load_harness(str(file))
     assert not toy.installed
     assert install_all([toy]) == [True]
-    toy.check_installed()
+    toy.make_ready()
     assert install_all([toy, toy]) == [False, False]
     assert list((toy.folder / "site" / "lego_toy" / "__pycache__").glob("*.cpython-311.pyc"))
     assert all(p.stat().st_mode & 0o004 for p in toy.folder.rglob("*"))

@@ -1,6 +1,6 @@
 """A coding-agent harness as one TOML file: read it, install it once, fill in its command line.
 
-    harness = load_harness("mini-swe-agent:small"); harness.check_installed()
+    harness = load_harness("mini-swe-agent:small"); harness.make_ready()
     launch = harness.launch({"task": ..., "key": ..., ...})   # argv, env, files; harness.mounts goes into the Spec
 
 A harness is used as its authors released it. Its file (legorl/harnesses/NAME.toml, or any path) says which release, how
@@ -115,8 +115,9 @@ class Harness:
         found = json.loads(record.read_text()) if record.is_file() else {}
         return {k: v for k, v in found.items() if v} == wanted(self.install)
 
-    def check_installed(self) -> None:
-        """Raise HarnessError unless the harness is ready to mount. A program of the user's is made ready here."""
+    def make_ready(self) -> None:
+        """Copy a program of the user's to where it can be mounted from. Raises HarnessError for a harness that is not
+        installed, or that has no program to run."""
         if self.program:
             copy_program(self.program, self.folder)
         elif _takes_program(self.argv):

@@ -40,7 +40,7 @@ def _name(_context: click.Context, _param: click.Parameter, value: str) -> str:
 @click.argument("paths", nargs=-1, metavar="[TASK]...")
 @out_option
 # What is run
-@option("--harness", required=True, help="NAME, NAME:PRESET or a .toml file.")
+@option("--harness", required=True, help="NAME, NAME:PRESET, a .toml file, or command:PROGRAM.")
 @option("--run", default="run", callback=_name, help="Name of the run; begins every attempt's id.")
 @option("--step", type=click.IntRange(0), default=0, help="Training step that this round is for.")
 @option("--attempts", "-n", type=click.IntRange(1), default=4, help="Attempts a task.")
@@ -95,7 +95,7 @@ def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
     if explained:
         explain({**wanted, **config, "out": out, "install": str(harness.folder)})
         return 0
-    harness.check_installed()
+    harness.make_ready()
     tasks = _tasks(paths)
     return run(_rollout(tasks, harness, out, config, wanted))
 
