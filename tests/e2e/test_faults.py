@@ -85,7 +85,7 @@ BASH = call("bash")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 CASES = [
     Case("mini-swe-agent", BASH, BASH(SUBMIT), MINI, ("badargs",), replayed=True),
-    Case("mini-swe-agent:text", fence, fence(SUBMIT), {}),
+    Case("mini-swe-agent:text", fence, fence(SUBMIT), {**MINI, "badargs": REPORTS}),
     Case("pi", BASH, often=("cut", "badargs", "500"), replayed=True),
     Case("pi:anthropic", BASH),
     Case("pi:responses", BASH),
