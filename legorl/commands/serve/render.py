@@ -158,7 +158,8 @@ class Template:
             ]
             shaped = _one_system([self._openai(m, names) for m in several])
         else:
-            shaped, offered = [toolformat.as_text(m, self.format) for m in messages], None
+            shaped = [self._reasoned(toolformat.as_text(m, self.format), m) for m in messages]
+            offered = None
             if tools:
                 text = toolformat.guide(tools, self.format)
                 if shaped and shaped[0]["role"] == "system":
@@ -190,14 +191,17 @@ class Template:
             shaped["tool_call_id"] = self._ident(ident)
             if ident in names:
                 shaped["name"] = names[ident]
-        if reasoning := message.get("reasoning"):
-            if self._blocks:
-                blocks = [{"type": "thinking", "thinking": reasoning, "closed": True}]
-                text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-                shaped["content"] = blocks + text
-            else:
-                shaped["reasoning_content"] = reasoning
-        return shaped
+        return self._reasoned(shaped, message)
+
+    def _reasoned(self, shaped: Message, message: Message) -> Message:
+        """`shaped` with the reasoning of `message`, where the template looks for it."""
+        reasoning = message.get("reasoning")
+        if not reasoning:
+            return shaped
+        if not self._blocks:
+            return {**shaped, "reasoning_content": reasoning}
+        blocks = [{"type": "thinking", "thinking": reasoning, "closed": True}]
+        return {**shaped, "content": blocks + ([{"type": "text", "text": c}] if (c := shaped["content"]) else [])}
 
     def _ident(self, ident: str) -> str:
         """The id of a call as the template wants it: Mistral's are nine letters, the model's own where it wrote one."""
@@ -236,12 +240,15 @@ class Template:
         if not self.thinking:
             return False
         thought = {"role": "assistant", "content": "b c", "reasoning": probe.MARK}
-        for self._blocks in (True, False):
+        for self._blocks in (False, True):
             try:
-                if probe.MARK in self.text([probe.ASK, thought], [], prompt=False):
-                    break
+                said = self.text([probe.ASK, thought], [], prompt=False)
             except BadRequest:
                 continue
+            if probe.MARK in said and "'type'" not in said:  # a template that knows no blocks prints the list
+                break
+        else:
+            self._blocks = False
         return probe.MARK not in self.text([probe.ASK, thought, probe.ASK], [], prompt=True)
 
     def _keeps(self, messages: list[Message], at: int, tools: list[dict[str, Any]]) -> bool:

@@ -337,6 +337,25 @@ def test_a_template_that_cannot_be_bridged_says_why(base, source, why, engine, t
     assert prompt_of(rows, 1) == one.full(asked, [BASH]) and rows[1]["cause"] in ("root", "rewrite")
 
 
+BLOCKS = """{%- for m in messages %}{{ "[INST]" if m.role == "user" }}
+{%- if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}
+{{- "[THINK]" + b.thinking + "[/THINK]" if b.type == "thinking" else b.text }}{% endfor %}{% endif %}
+{{- "[/INST]" if m.role == "user" else eos_token }}{% endfor %}"""
+PLAIN = "{% for m in messages %}{{ m.content + eos_token if m.content is string else m.content }}{% endfor %}[/THINK]"
+
+
+@pytest.mark.parametrize(("source", "kept"), [(BLOCKS, "[THINK]so[/THINK]b</s>"), (PLAIN, "b</s>")])
+def test_reasoning_goes_where_the_template_has_a_place_for_it(base, source, kept):
+    """As blocks of the content (Mistral's templates, written here), or nowhere."""
+    tokenizer = MISTRAL3.tokenizer(base)
+    tokenizer.chat_template = source
+    one = Template(tokenizer)
+    assert one.thinking == toolformat.Thinking("[THINK]", "[/THINK]", False) and one.strips == (source is PLAIN)
+    answer = {"role": "assistant", "content": "b", "reasoning": "so"}
+    assert kept in one.text([{"role": "user", "content": "x"}, answer], [], prompt=False)
+    assert one.hidden.isdisjoint(tokenizer.convert_tokens_to_ids(["[THINK]", "[/THINK]"]))
+
+
 def test_what_is_found_is_told_in_one_line(template):
     assert template(QWEN35).describe() == (
         "tool calls: qwen3_coder; reasoning <think>...</think>; answers are continued token by token "
