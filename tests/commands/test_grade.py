@@ -338,6 +338,20 @@ def test_an_attempt_that_was_tried_again_is_graded_again(task: Path, tmp_path: P
     assert (row["try"], row["reward"]) == (1, 1.0)
 
 
+def test_several_graders_work_at_once_on_an_archive(task: Path, tmp_path: Path) -> None:
+    rows = [attempt(task, n, make_patch(task, tmp_path, {"calc.py": text})) for n, text in enumerate((FIXED, WRONG))]
+    archive = shard(tmp_path / "g.parquet", rows)
+    before = archive.read_bytes()
+    argv = [[*GRADE, str(archive), "--out", str(tmp_path / name)] for name in ("one", "two")]
+    graders = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in argv]
+    for grader in graders:
+        _, words = grader.communicate(timeout=300)
+        assert grader.returncode == 0, words
+    found = [[row["reward"] for row in rows_of(tmp_path / name / "g.parquet")] for name in ("one", "two")]
+    assert found == [[1.0, 0.0], [1.0, 0.0]]
+    assert archive.read_bytes() == before
+
+
 def test_a_cut_round_is_finished_and_reported(task: Path, tmp_path: Path) -> None:
     row = attempt(task, 0, b"")
     plan = shards.Plan(row["run"], row["step"], (row["group_id"], "r1.0.h.other"), 2)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legorl.commands.grade.guarded import make_sender
-from legorl.commands.grade.verdict import judge, read_report
+from legorl.commands.grade.suspicions import suspicions
+from legorl.commands.grade.verdict import Report, confirm, judge, outcome_of, read_report, read_runs
 from legorl.task import Grade
 
 KEY = b"a key of one run"
@@ -95,3 +96,106 @@ def test_a_test_reported_twice_gets_its_worst() -> None:
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         assert read_report(file.read(), KEY).outcomes == {"t::f1": "fail"}
+
+
+KEYS = [f"{k:032}".encode() for k in range(3)]
+
+
+def runs(*reports: bytes, statuses: list[int], key: bytes = KEYS[2]) -> bytes:
+    """What one program writes of several runs, and last of how they ended."""
+    reader, writer = os.pipe()
+    make_sender(writer, key)(event="ended", statuses=statuses)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        return b"".join(reports) + file.read()
+
+
+def test_each_run_has_its_report_and_its_end() -> None:
+    raw = runs(report(ALL, key=KEYS[0]), report({"t::f1": "fail"}, 1, key=KEYS[1]), statuses=[0, 1])
+    (first, second), ends = read_runs(raw, KEYS)
+    assert (first.outcomes, first.fault, second.outcomes, second.fault) == (ALL, None, {"t::f1": "fail"}, None)
+    assert ends == [0, 1]
+
+
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_a_byte_changed_anywhere_costs_the_run_or_its_end(place: int, byte: int) -> None:
+    raw = runs(report(ALL, key=KEYS[0]), statuses=[0], key=KEYS[1])
+    changed = bytearray(raw)
+    changed[place % (len(raw) - 1)] = byte
+    (one,), ends = read_runs(bytes(changed), KEYS[:2])
+    assert (one.fault is None and ends == [0]) == (bytes(changed) == raw)
+
+
+def test_a_run_cannot_speak_for_the_next_or_for_its_end() -> None:
+    forged = report({"t::f1": "pass"}, key=KEYS[0])
+    own_end = runs(statuses=[0, 0], key=KEYS[0])
+    (first, second), ends = read_runs(report(ALL, key=KEYS[0]) + forged + own_end, KEYS)
+    assert first.fault
+    assert second.fault == "no report"
+    assert ends == [None, None]
+    assert read_runs(b"", KEYS)[1] == [None, None]
+
+
+SWE = Grade("pytest", ("t.py::a[x", "t.py::b"), ("t.py::c[/z]", "t.py::d"), 60, semantics="swe-bench")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "got"),
+    [
+        ({"t.py::a[x y]": "pass", "t.py::a[x z]": "pass"}, "pass"),
+        ({"t.py::a[x y]": "pass", "t.py::a[x z]": "xfail"}, "pass"),
+        ({"t.py::a[x y]": "pass", "t.py::a[x z]": "fail"}, "fail"),
+        ({"t.py::a[xy z]": "pass"}, "pass"),
+        ({"t.py::a[x y]": "pass", "t.py::a[xy]": "fail"}, "pass"),  # the second was not cut at white space
+        ({"t.py::b[x]": "pass"}, None),
+        ({}, None),
+    ],
+)
+def test_cut_ids_stand_for_tests_that_agree(outcomes: dict[str, str], got: str | None) -> None:
+    assert outcome_of("t.py::a[x", outcomes, "swe-bench") == got
+    assert outcome_of("t.py::a[x", outcomes, "strict") is None
+
+
+def test_what_swe_bench_counts_as_kept() -> None:
+    def resolved(**changes: str) -> bool:
+        base = {"t.py::a[x y]": "pass", "t.py::b": "pass", "t.py::c[/y/z]": "pass", "t.py::d": "pass"}
+        outcomes = base | {f"t.py::{name}": outcome for name, outcome in changes.items()}
+        return bool(judge(SWE, Report(outcomes, 0, None), 0, False).resolved)
+
+    assert resolved()
+    assert resolved(d="skip", b="xfail")
+    assert not resolved(b="skip")
+    assert not resolved(d="fail")
+    assert not resolved(**{"c[/y/z]": "error"})
+
+
+def test_a_test_that_fails_alone_does_not_count() -> None:
+    whole = Report(ALL, 0, None)
+    verdict = judge(GRADE, whole, 0, False)
+    good, bad = Report({"t::f1": "pass"}, 0, None), Report({"t::f2": "fail"}, 1, None)
+    assert (
+        confirm(GRADE, verdict, whole, {"t::f1": (good, 0), "t::f2": (Report({"t::f2": "pass"}, 0, None), 0)})
+        == verdict
+    )
+    for single, end in ((bad, 1), (Report({"t::f2": "pass"}, 0, None), 1), (Report({}, None, "no report"), None)):
+        failing = confirm(GRADE, verdict, whole, {"t::f1": (good, 0), "t::f2": (single, end)})
+        assert (failing.reward, failing.flags) == (0.0, ("not_alone",))
+        assert {t: g for t, _, g in failing.tests or ()}["t::f2"] == "not_alone"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "flags"),
+    [
+        ("a.py", "    def __eq__(self, other): return True", {"always_equal"}),
+        ("a.py", "frame = sys._getframe(1)", {"inspects_frames"}),
+        ("a.py", 'if "pytest" in sys.modules:', {"reads_test_state"}),
+        ("a.py", "builtins.open = mine", {"patches_builtins"}),
+        ("a.py", "    def __eq__(self, other): return self.x == other.x", set()),
+        ("a.py", "started = time.time()", set()),
+        ("a.md", "frame = sys._getframe(1)", set()),
+    ],
+)
+def test_suspicions_are_of_added_python(file: str, line: str, flags: set[str]) -> None:
+    head = f"diff --git a/{file} b/{file}\n--- a/{file}\n+++ b/{file}\n@@ -1,2 +1,2 @@\n"
+    assert suspicions(f"{head} kept\n-old\n+{line}\n".encode()) == flags
+    assert suspicions(f"{head} kept\n-{line}\n+new\n".encode()) == set()

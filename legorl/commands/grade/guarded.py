@@ -90,12 +90,19 @@ def guarded(keys, report, runs):
         if not child:
             _play(keys, report, key, run)
         statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        try:
-            os.kill(-1, signal.SIGKILL)  # every process of this user but this one
-        except ProcessLookupError:
-            pass
+        kill_others()
     make_sender(report, os.read(keys, KEY_BYTES))(event="ended", statuses=statuses)
     os._exit(0)
+
+
+def kill_others():
+    """Kill every process of this user but this one, in a grading container only: elsewhere it would end a session."""
+    if not __file__.startswith("/opt/grade/"):
+        raise RuntimeError("not in a grading container")
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:  # there is none
+        pass
 
 
 def _play(keys, report, key, run):

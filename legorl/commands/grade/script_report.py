@@ -10,12 +10,11 @@ ended, whatever it or the code under test left running is counted, killed, and o
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from guarded import KEY_BYTES, make_sender, take_keys
+from guarded import KEY_BYTES, kill_others, make_sender, take_keys
 
 REWARD_LIMIT = 64 << 10
 
@@ -85,10 +84,7 @@ def main() -> None:
         Path(place).parent.resolve().mkdir(parents=True, exist_ok=True)  # its top folder is a link
     status = subprocess.run(settings["command"], cwd=settings["root"], check=False).returncode
     left = others_alive()
-    try:
-        os.kill(-1, signal.SIGKILL)  # every process of this user but this one
-    except ProcessLookupError:
-        pass
+    kill_others()
     send(event="script", status=status, left=left, **(read_reward(place) if place else {}))
     sys.stdout.flush()
 
