@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from legorl import tree
-from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineError, EngineInfo, Sampling
+from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineError, EngineInfo, Sampling, Unsupported
 from legorl.rows import standing
 from legorl.shards import open_shards
 
@@ -176,7 +176,7 @@ class ReplayEngine:
         """A recorded turn is short: it ends by itself."""
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        raise EngineError("a replay has no weights to load: its record names those that sampled it")
+        raise Unsupported("a replay has no weights to load: its record names those that sampled it")
 
     async def close(self) -> None:
         pass

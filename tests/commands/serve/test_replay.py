@@ -17,7 +17,7 @@ from legorl.commands.serve.launch import make_llm_dir, serving
 from legorl.commands.serve.replay_engine import ReplayEngine, read_record
 from legorl.commands.serve.server import Server
 from legorl.commands.serve.torch_engine import TorchEngine
-from legorl.control import Control, SessionRequest
+from legorl.control import Control, ServeError, SessionRequest
 
 # What no two runs have in common.
 VARYING = ("request_id", "request_digest", "started_at", "queue_s", "prefill_s", "decode_s")
@@ -151,6 +151,17 @@ async def refused(engine, model, request, *messages) -> str:
 )
 def test_what_cannot_be_replayed_says_why(sampled, tiny_model, request_, words):
     assert words in run(refused(replay(sampled, tiny_model), tiny_model, request_, [say("list")]))
+
+
+def test_weights_are_refused_and_the_replay_goes_on(sampled, tiny_model):
+    async def main():
+        server = Server(replay(sampled, tiny_model), open_checkpoint(tiny_model), make_llm_dir(), [])
+        async with serving(server, None) as (control, _port), Control(control) as client:
+            with pytest.raises(ServeError, match="a replay has no weights to load"):
+                await client.load_weights(tiny_model, 1)
+        assert server.failed is None and server.version == 0
+
+    run(main())
 
 
 def test_a_harness_that_goes_another_way_is_told_where(sampled, tiny_model):
