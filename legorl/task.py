@@ -96,6 +96,14 @@ class Grade:
     parser: str = ""
     reward_file: str = ""
 
+    def holds(self, got: str, forward: bool) -> bool:
+        """Is `got` what a test of fail_to_pass (forward) or of pass_to_pass must get?
+
+        With SWE-bench's semantics an xfail is a pass, and a test of pass_to_pass that is skipped is kept.
+        """
+        lenient = self.semantics == "swe-bench"
+        return got == "pass" or (lenient and (got == "xfail" or (got == "skip" and not forward)))
+
 
 @dataclass(frozen=True)
 class Limits:

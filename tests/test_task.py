@@ -56,6 +56,12 @@ def test_a_task_is_read_with_its_defaults(folder):
         ('id = "shell-0001-rename"', "", "no key 'id'"),
         ('split = "train"', 'split = "exam"', "'exam'"),
         ('runner = "pytest"', 'runner = "make"', "'make'"),
+        ('runner = "pytest"', 'runner = "script"', "needs grade.command"),
+        ('runner = "pytest"', 'runner = "log"\ncommand = ["x"]\nparser = "parse_log_cobol"', "parse_log_cobol"),
+        ('runner = "pytest"', 'runner = "pytest"\nsemantics = "kind"', "'kind'"),
+        ('runner = "pytest"', 'runner = "pytest"\ntest_paths = ["../up"]', "leaves the repository"),
+        ('runner = "pytest"', 'runner = "pytest"\ntests_at = "/a/../b"', "no plain path"),
+        ('runner = "pytest"', 'runner = "pytest"\nlikes = 1', "likes"),
         ('["tests/test_task.py::test_renamed"]', "[]", "no tests"),
         ("memory_mb = 256", "memory = 256", "memory"),
         ("[grade]", "[grade", "task.toml"),
@@ -111,6 +117,17 @@ def change_boundary(folder):
 
 
 CHANGES = [value for name, value in list(globals().items()) if name.startswith("change_")]
+
+
+def test_what_counts_as_kept_depends_on_the_semantics():
+    strict, kind = (task.Grade("pytest", ("f",), ("p",), 1.0, semantics=s) for s in task.SEMANTICS)
+    assert [strict.holds(got, forward) for got in ("pass", "xfail", "skip") for forward in (True, False)] == [
+        *(True, True),
+        *(False,) * 4,
+    ]
+    assert kind.holds("xfail", forward=True)
+    assert [kind.holds("skip", forward) for forward in (True, False)] == [False, True]
+    assert not any(kind.holds(got, forward=False) for got in ("fail", "error", "missing", "xpass", "timeout"))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)

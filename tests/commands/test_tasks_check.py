@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_findings(task, results: tuple[dict[str, str], ...], empty: str | None, 
     finding = judge(task, graded(*results))
     assert (finding.empty, finding.solution) == (empty, solution)
     assert finding.ok == (empty is None and solution is None)
+
+
+def test_what_counts_is_what_the_task_says_counts(task) -> None:
+    rows = graded(BEFORE | {"kept": "skip"}, AFTER | {"kept": "skip", "gone": "xfail"})
+    assert judge(task, rows).solution == "gone: xfail; kept: skip"
+    kind = replace(task, grade=replace(task.grade, semantics="swe-bench"))
+    assert judge(kind, rows).ok
 
 
 def test_what_was_not_graded_is_no_finding(task) -> None:

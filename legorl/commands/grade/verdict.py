@@ -191,7 +191,7 @@ def confirm(grade: Grade, verdict: Verdict, report: Report, alone: Mapping[str, 
         for name in candidates(test, report.outcomes, grade.semantics):
             single, exit_code = alone[name]
             counts = single.fault is None and exit_code == single.status
-            if not counts or not _holds(single.outcomes.get(name, MISSING), grade.semantics, True):
+            if not counts or not grade.holds(single.outcomes.get(name, MISSING), forward=True):
                 failing.append(test)
     if not failing:
         return verdict
@@ -199,14 +199,9 @@ def confirm(grade: Grade, verdict: Verdict, report: Report, alone: Mapping[str, 
     return _count(grade, got | dict.fromkeys(failing, NOT_ALONE), flags=flags)
 
 
-def _holds(outcome: str, semantics: str, forward: bool) -> bool:
-    """Is `outcome` what a test of fail_to_pass (forward) or pass_to_pass must get?"""
-    return outcome == PASS or (semantics == "swe-bench" and (outcome == "xfail" or (outcome == "skip" and not forward)))
-
-
 def _count(grade: Grade, got: dict[str, str], **fields: Any) -> Verdict:
-    forward = sum(_holds(got[t], grade.semantics, True) for t in grade.fail_to_pass), len(grade.fail_to_pass)
-    kept = sum(_holds(got[t], grade.semantics, False) for t in grade.pass_to_pass), len(grade.pass_to_pass)
+    forward = sum(grade.holds(got[t], forward=True) for t in grade.fail_to_pass), len(grade.fail_to_pass)
+    kept = sum(grade.holds(got[t], forward=False) for t in grade.pass_to_pass), len(grade.pass_to_pass)
     resolved = forward[0] == forward[1] and kept[0] == kept[1]
     tests = tuple((test, PASS, outcome) for test, outcome in got.items())
     return Verdict(float(resolved), resolved, forward, kept, tests, **fields)

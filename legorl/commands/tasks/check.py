@@ -20,7 +20,6 @@ from legorl.shards import Plan, make_meta, open_shard, write_shard
 from legorl.task import Grade, Task
 
 RUN = "check"
-PASS = "pass"  # what lego-grade writes of a test that passed
 COLUMNS = ["attempt", "reward", "detail", "tests"]
 
 
@@ -139,6 +138,6 @@ def _complaint(grade: Grade, results: list[dict[str, str]], solved: bool) -> str
         short = test.rpartition("::")[2]
         if len(set(got)) > 1:
             faults.append(f"runs disagree on {short}: {', '.join(got)}")
-        elif (got[0] == PASS) != must_pass:
+        elif grade.holds(got[0], forward=test in grade.fail_to_pass) != must_pass:
             faults.append(f"{short}: {got[0]}" if must_pass else f"{short} passes already")
     return "; ".join(faults) or None
