@@ -50,6 +50,8 @@ QWEN = {
     "cut": [*STOPS, ("rewrite", 1), ("edited", 1)],
     "badargs": REPORTS,
 }
+# OpenHands asks for a call or a message behind an empty answer.
+OPENHANDS = dict.fromkeys(("empty", "cut", "badargs"), REPORTS)
 
 
 def fence(command: str) -> str:
@@ -99,7 +101,7 @@ CASES = [
     Case("codex:small", call("exec_command", "cmd", workdir="/ws/repo"), often=("cut", "badargs", "empty", "overflow")),
     Case("opencode:small", call("bash", description="é  x"), shapes={}),
     Case("qwen-code:small", call("run_shell_command", description="é  x"), shapes=QWEN),
-    Case("openhands:small", call("terminal"), call("finish", "message")("Done."), {}),
+    Case("openhands:small", call("terminal"), call("finish", "message")("Done."), OPENHANDS),
 ]
 
 
