@@ -51,6 +51,10 @@ class Template:
         self.started = datetime.now()
         self._strings, self._blocks = False, False  # arguments are JSON text; reasoning is a block of the content
         self.native_tools, self.format = self._choose(tool_format)
+        if probe.MARK.lower() not in self.text([{"role": "user", "content": probe.MARK}], [], prompt=True).lower():
+            raise BadRequest(
+                "the model's chat template leaves out what a message says; it is made for content in blocks"
+            )
         self.thinking = self._thinking()
         marks = self.format.marks + ((self.thinking.open, self.thinking.close) if self.thinking else ())
         self.hidden = hidden_tokens(tokenizer, marks)

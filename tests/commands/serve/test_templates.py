@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from legorl.commands.serve import delivery
 from legorl.commands.serve import tools as toolformat
+from legorl.commands.serve.messages import BadRequest
 from legorl.commands.serve.render import Template
 from legorl.commands.serve.script_engine import ScriptEngine, read_script
 from legorl.commands.serve.session import Session
@@ -335,6 +336,15 @@ def test_a_template_that_cannot_be_bridged_says_why(base, source, why, engine, t
     rows = asyncio.run(converse(one, tmp_path, engine, ["One.", "Two."], ask))
     asked = ask(1, {"role": "assistant", "content": "One."})
     assert prompt_of(rows, 1) == one.full(asked, [BASH]) and rows[1]["cause"] in ("root", "rewrite")
+
+
+def test_a_template_that_loses_messages_is_refused(base):
+    tokenizer = SMOLLM2.tokenizer(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(BadRequest, match="made for content in blocks"):
+        Template(tokenizer)
 
 
 BLOCKS = """{%- for m in messages %}{{ "[INST]" if m.role == "user" }}
