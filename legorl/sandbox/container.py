@@ -111,15 +111,23 @@ class Sandbox:
         except SandboxLost:
             await asyncio.wait({self._drain}, timeout=5)
             raise podman.failure("podman run", self._stderr.decode(errors="replace")) from None
-        pids = self._pids()
+        try:
+            self._confine(self._pids())
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise SandboxLost(f"{self.name}: ended before its limits were set") from error
+        await self._ask({"op": "start"})
+
+    def _confine(self, pids: list[int]) -> None:
+        """Put the container's processes under its limits and on its cores. Raises LimitsError, ProcessLookupError."""
         self._limiter.attach(pids)
         if self._spec.cpus_allowed is not None:
             try:
                 for pid in pids:
                     os.sched_setaffinity(pid, self._spec.cpus_allowed)
+            except ProcessLookupError:
+                raise
             except OSError as error:
                 raise LimitsError(f"cannot keep a sandbox on the cores {self._spec.cpus_allowed}: {error}") from error
-        await self._ask({"op": "start"})
 
     def _arguments(self, image: str) -> list[str]:
         spec, supply = self._spec, supplies.folder()

@@ -52,7 +52,7 @@ class Limiter(Protocol):
         """Return the flags for `podman run`."""
 
     def attach(self, pids: list[int]) -> None:
-        """Put the container's first processes under the limits. Raises LimitsError."""
+        """Put the container's first processes under the limits. Raises LimitsError, ProcessLookupError."""
 
     def evidence(self) -> Evidence:
         """Return the counters; after `remove`, their last values."""
@@ -100,6 +100,8 @@ def _unified() -> bool:
 def _write(file: Path, value: int | str) -> None:
     try:
         file.write_text(f"{value}\n")
+    except ProcessLookupError:  # the process to be moved has ended: no matter of limits
+        raise
     except OSError as error:
         raise LimitsError(f"{file}: cannot write {value}: {error.strerror}") from error
 

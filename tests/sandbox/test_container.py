@@ -246,6 +246,23 @@ def test_a_missing_image_and_a_missing_mount_are_named(do):
         do(_opening(mounts=((Path("/a,b"), "/opt/h"),)))
 
 
+def test_links_lead_into_the_sandbox(do):
+    async def look() -> tuple[str, bytes]:
+        spec = Spec(name="links", run="tests", limits=SMALL, links=(("/app", "/ws/repo"), ("/data/in", "/ws/in")))
+        async with open_sandbox(spec) as box:
+            await box.put(tar({"a.txt": b"a\n"}), "/ws/repo")
+            await box.commit("/ws/repo")
+            seen = await sh(box, "cat /app/a.txt; echo b >/app/a.txt; readlink /data/in; rm /app 2>&1", cwd="/")
+            return seen.log.decode(), await box.diff("/ws/repo")
+
+    log, patch = do(look())
+    assert log.splitlines()[:2] == ["a", "/ws/in"]
+    assert "cannot remove" in log
+    assert b"+b" in patch
+    with pytest.raises(SandboxError, match="absolute path"):
+        do(_opening(links=(("app", "/ws/repo"),)))
+
+
 def test_without_podman_the_message_says_how_to_get_it(do, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PodmanMissing, match="make setup"):

@@ -100,3 +100,15 @@ def test_the_probe_command_prints_each_check():
     checks = {row["name"]: row["ok"] for row in map(json.loads, done.stdout.splitlines())}
     assert all(checks.values())
     assert {"network", "vsock", "memory", "processes", "cpu", "disk", "read-only", "privileges"} <= set(checks)
+
+
+def test_a_process_that_has_ended_is_no_matter_of_limits():
+    """A container killed while it is confined is lost, and tried again: it must not end the whole command."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    limiter = limits.limiter(f"test-dead-{dead.pid}", SMALL)
+    try:
+        with pytest.raises((ProcessLookupError, FileNotFoundError)):
+            limiter.attach([dead.pid])
+    finally:
+        limiter.remove()

@@ -76,9 +76,11 @@ def read_runs(raw: bytes, keys: Sequence[bytes]) -> tuple[list[Report], list[int
     segments: list[list[bytes]] = [[] for _ in keys]
     current = 0
     for line in raw.removesuffix(b"\n").split(b"\n") if raw else []:
-        later = (k for k in range(current, len(keys)) if _signed(line, keys[k]))
-        current = next(later, current)
+        owner = next((k for k in range(current, len(keys)) if _signed(line, keys[k])), None)
+        current = current if owner is None else owner
         segments[current].append(line)
+        if owner is None:
+            break  # nothing counts any more; whoever wrote it may have written millions
     reports = [read_report(b"\n".join(lines), key) for lines, key in zip(segments[:-1], keys, strict=False)]
     ends: list[int | None] = [None] * len(reports)
     if len(segments[-1]) == 1:
