@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 NOT_ON_CPU = "vLLM's CPU build cannot tell which experts were chosen; --engine torch can"
+STEP_TOKENS = 2048  # of all prompts that one step reads
 BLOCK = 32  # smallest block that the CPU attention accepts: the finer, the more of a prefix is found in the cache
 
 
@@ -110,7 +111,8 @@ class VllmEngine:
         from transformers import AutoConfig, AutoTokenizer
 
         cuda = torch.cuda.is_available()
-        sparse = is_sparse(AutoConfig.from_pretrained(self._folder))
+        description = AutoConfig.from_pretrained(self._folder)
+        sparse = is_sparse(description)
         if sparse:
             self._unrouted = "--routing off" if self._routing == "off" else None if cuda else NOT_ON_CPU
         if self._routing == "require" and (not sparse or self._unrouted):
@@ -134,7 +136,15 @@ class VllmEngine:
         if sparse and not self._unrouted:
             arguments["enable_return_routed_experts"] = True
         if not cuda:
-            arguments |= {"kv_cache_memory_bytes": self._wanted["kv_bytes"], "block_size": BLOCK}
+            context = self._wanted["context"] or int(description.max_position_embeddings)
+            arguments |= {
+                "kv_cache_memory_bytes": self._wanted["kv_bytes"],
+                "block_size": BLOCK,
+                # A prompt that is read in parts makes vLLM turn back its request's random generator, which CPU
+                # generators cannot: RuntimeError, and the engine is lost. So a prompt is read in one step or waits.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(context, STEP_TOKENS),
+            }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         if self._cores:
             os.sched_setaffinity(0, self._cores)

@@ -10,7 +10,7 @@ import pytest
 
 from legorl.commands.serve.engine import ContextOverflow, EngineError, Sampling
 from legorl.commands.serve.torch_engine import TorchEngine
-from legorl.commands.serve.vllm_engine import VllmEngine
+from legorl.commands.serve.vllm_engine import STEP_TOKENS, VllmEngine
 from legorl.model import load_model, target_logprobs
 
 PROMPTS = ["The fox", "List the files of a folder that ends in", "1 2 3 4"]
@@ -142,6 +142,18 @@ def test_vllm_streams_aborts_stops_and_reuses_prefixes(with_vllm):
             await sample(engine, "big", [5] * 512, Sampling())
         ids, *_, finish, _ = await sample(engine, "edge", [5] * 510, Sampling(1.0, 1.0, 99, seed=1))
         assert len(ids) <= 2 and finish in ("length", "stop")
+
+    with_vllm(main)
+
+
+@pytest.mark.vllm
+def test_vllm_reads_more_prompts_at_once_than_fit_one_step(with_vllm):
+    async def main(engine):
+        prompts = [[100 * k + n for n in range(400)] for k in range(7)]
+        assert sum(map(len, prompts)) > STEP_TOKENS
+        jobs = [sample(engine, f"many/{k}", p, Sampling(1.0, 1.0, 2, seed=k)) for k, p in enumerate(prompts)]
+        for ids, _, _, finish, _ in await asyncio.gather(*jobs):
+            assert ids and finish in ("length", "stop")
 
     with_vllm(main)
 
