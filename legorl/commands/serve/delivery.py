@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from legorl.commands.serve import tools as toolformat
+from legorl.commands.serve.budgets import BudgetSpent
 from legorl.commands.serve.detokenize import overlap
 from legorl.commands.serve.engine import ContextOverflow, EngineError, Refused
 from legorl.commands.serve.formats import Format
 from legorl.commands.serve.messages import BadRequest
-from legorl.commands.serve.session import BudgetSpent, SessionClosed, TooManyAtOnce
+from legorl.commands.serve.session import SessionClosed, TooManyAtOnce
 from legorl.commands.serve.turn import Turn
 
 BEAT_S = 10.0

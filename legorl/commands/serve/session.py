@@ -25,6 +25,7 @@ import numpy as np
 
 from legorl import routing, tree
 from legorl.commands.serve import tools as toolformat
+from legorl.commands.serve.budgets import Budgets, BudgetSpent
 from legorl.commands.serve.detokenize import Detokenizer, tokens_through
 from legorl.commands.serve.engine import Ask, ContextOverflow, Engine, EngineError, Sampling
 from legorl.commands.serve.messages import Message, call_ids, digest, message_key, same_answer
@@ -35,21 +36,6 @@ from legorl.control import SessionRequest
 
 # Turns of one session under way at a time. Harnesses with sub-agents need a handful; a flood would hold up the others.
 AT_ONCE = 16
-
-BUDGETS = {
-    "turns": "turns",
-    "tokens": "sampled tokens",
-    "seconds": "the harness's own time",
-    "idle_turns": "turns without a tool call",
-}
-
-
-class BudgetSpent(Exception):
-    """The session has used up `which` (a name in BUDGETS): its harness is to stop. `status` is the answer's."""
-
-    def __init__(self, which: str, status: int):
-        super().__init__(f"this session's budget of {BUDGETS[which]} is spent: it has ended")
-        self.which, self.status = which, status
 
 
 class TooManyAtOnce(Exception):
@@ -84,9 +70,7 @@ class Session:
         self._results: dict[str, str] = {}  # digest of the result that was first sent to each
         self._done_tokens = 0
         self.engine_s = self.queue_s = 0.0  # summed over turns that have ended
-        self._idle_turns = 0  # main turns in a row that were offered tools and called none
-        self._first_at: float | None = None  # time.monotonic() of the first request
-        self._busy_s, self._busy_since = 0.0, 0.0  # seconds with a turn under way
+        self._budgets = Budgets(request)
         self._last_tools: str | None = None
         self._side = [re.compile(p) for p in request.side_patterns]
         self._agent = re.compile(request.user_agent) if request.user_agent else None
@@ -109,7 +93,11 @@ class Session:
             or (request.retry and not known[-1].error)
         ):
             return self._recorded(known[-1], request)
-        self._check_budget()
+        try:
+            self._budgets.check(len(self.turns), self.tokens)
+        except BudgetSpent as spent:
+            self.events.put_nowait({"event": "budget", "which": spent.which})
+            raise
         running = [t for t in self._fresh if not t.done]
         if len(running) >= AT_ONCE:
             raise TooManyAtOnce
@@ -146,8 +134,7 @@ class Session:
         for message in unmatched:
             if result := message.get("tool_call_id"):
                 self._results.setdefault(result, digest(message_key(message)))
-        if not running:
-            self._busy_since = time.monotonic()
+        self._budgets.begin()
         self.turns.append(turn)
         self._fresh.append(turn)
         self._by_digest.setdefault(chain, []).append(index)
@@ -253,24 +240,6 @@ class Session:
         seed = hashlib.sha256(f"{wanted.seed}|{wanted.attempt_id}|{index}|{resample}".encode()).digest()
         return Sampling(wanted.temperature, wanted.top_p, max(1, tokens), request.stop, int.from_bytes(seed[:8], "big"))
 
-    def _check_budget(self) -> None:
-        limits, now = self.request, time.monotonic()
-        self._first_at = self._first_at or now
-        used = {
-            "turns": (len(self.turns), limits.max_turns),
-            "tokens": (self.tokens, limits.max_tokens),
-            "idle_turns": (self._idle_turns, limits.max_idle_turns),
-            "seconds": (now - self._first_at - self._busy(now), limits.max_seconds),
-        }
-        for which, (value, limit) in used.items():
-            if limit is not None and value >= limit:
-                self.events.put_nowait({"event": "budget", "which": which})
-                raise BudgetSpent(which, limits.spent_status)
-
-    def _busy(self, now: float) -> float:
-        """Seconds so far in which a turn waited for the engine or ran: not the harness's own."""
-        return self._busy_s + (now - self._busy_since if any(not t.done for t in self._fresh) else 0.0)
-
     # -- sampling --------------------------------------------------------------------------------------------------
 
     async def _sample(self, turn: Turn, prompt: list[int]) -> None:
@@ -287,15 +256,8 @@ class Session:
             self.events.put_nowait({"event": "lost", "detail": str(turn.error)})
         self._ended(turn)
         turn.wake()
-        self.events.put_nowait(
-            {
-                "event": "turn",
-                "turns": len(self.turns),
-                "tokens": self.tokens,
-                "engine_s": self.engine_s,
-                "queue_s": self.queue_s,
-            }
-        )
+        used = {"turns": len(self.turns), "tokens": self.tokens, "engine_s": self.engine_s, "queue_s": self.queue_s}
+        self.events.put_nowait({"event": "turn", **used})
 
     def _ended(self, turn: Turn) -> None:
         """Count the turn and spill it."""
@@ -303,15 +265,9 @@ class Session:
         self._done_tokens += len(turn.ids)
         self.engine_s += (turn.prefill_s or 0.0) + (turn.decode_s or 0.0)
         self.queue_s += turn.queue_s
-        if all(t.done for t in self._fresh):
-            self._busy_s += time.monotonic() - self._busy_since
+        self._budgets.end(turn)
         if turn.answer:
-            calls = call_ids(turn.answer)
-            self._called |= calls
-            if calls:
-                self._idle_turns = 0
-            elif turn.request.tools and turn.cause != "side" and not turn.foreign:
-                self._idle_turns += 1
+            self._called |= call_ids(turn.answer)
         kept = turn.request
         turn.request = replace(kept, messages=[], tools=kept.tools if turn.tools_changed else [])
         try:

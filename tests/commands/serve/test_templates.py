@@ -340,9 +340,7 @@ def test_a_template_that_cannot_be_bridged_says_why(base, source, why, engine, t
 
 def test_a_template_that_loses_messages_is_refused(base):
     tokenizer = SMOLLM2.tokenizer(base)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
     with pytest.raises(BadRequest, match="made for content in blocks"):
         Template(tokenizer)
 
