@@ -26,9 +26,16 @@ def become(uid: int) -> None:
 
 
 def fork(work: Callable[[], None], uid: int, stdin: int | None = None, err: int | None = None, keep: int = -1) -> int:
-    """Run `work` as `uid` in a child; of our descriptors above 2 it has only `keep`. Return its pid."""
+    """Run `work` as `uid` in a child; of our descriptors above 2 it has only `keep`. Return its pid.
+
+    Returns once the child has that uid: until then it is root, and `slay` would kill it with the agent.
+    """
+    became_r, became_w = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(became_w)
+        os.read(became_r, 1)
+        os.close(became_r)
         return pid
     code = 1
     try:
@@ -37,9 +44,13 @@ def fork(work: Callable[[], None], uid: int, stdin: int | None = None, err: int 
             os.dup2(stdin, 0)
         if err is not None:
             os.dup2(err, 2)
-        os.closerange(3, max(keep, 3))
-        os.closerange(max(keep, 2) + 1, 1 << 16)
+        first = 3
+        for kept in sorted({keep, became_w} - {-1}):
+            os.closerange(first, kept)
+            first = kept + 1
+        os.closerange(first, 1 << 16)
         become(uid)
+        os.close(became_w)
         work()
         code = 0
     except BaseException as error:
