@@ -1,6 +1,7 @@
 """lego-serve: an inference engine and an LLM API in one process that records every sampled token."""
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -155,6 +156,9 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
         voice.say(f"lego-serve: {server.template.describe()}")
         await asyncio.to_thread(lambda: held.digest)
         port = wanted["port"] if wanted["port"] is not None else (0 if argv else None)
+        # What has been loaded stays: else the garbage collections of every request look through millions of objects.
+        gc.collect()
+        gc.freeze()
         async with serving(server, port) as (control, bound):
             if argv:
                 assert bound is not None

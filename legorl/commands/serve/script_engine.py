@@ -118,12 +118,12 @@ class ScriptEngine:
         line = self._chosen.pop(request_id)
         if line is None:
             raise EngineError("no script line matches the last message")
-        ids = self.tokenizer(line.text, add_special_tokens=False)["input_ids"]
+        ids, end = self.tokenizer(line.text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id
         room = min(sampling.max_tokens, self._context - len(prompt_ids))
         if line.fault == "length":
             room = min(room, len(ids))
         else:
-            ids = [*ids, self.tokenizer.eos_token_id]
+            ids = [*ids, end]
         cut = len(ids) // 2 if line.fault == "cut" else None
         seen = ""
         for position, token in enumerate(ids[:room]):
@@ -132,7 +132,7 @@ class ScriptEngine:
                 yield Delta([], [], self.version, "abort", support="greedy")
                 return
             seen = str(self.tokenizer.decode(ids[: position + 1], skip_special_tokens=True)) if sampling.stop else ""
-            ended = token == self.tokenizer.eos_token_id or any(s in seen for s in sampling.stop)
+            ended = token == end or any(s in seen for s in sampling.stop)
             finish = "stop" if ended else "length" if position + 1 == room else None
             yield Delta([token], [0.0], self.version, finish, cached_tokens=0, support="greedy", cut=position == cut)
             if finish:
