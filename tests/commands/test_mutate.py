@@ -30,8 +30,8 @@ EXAMPLES = {
         ["a + 2 if", "a + 0 if", "a > 4", "a > 2"],
     ),
     "ctrl_invert_if": (
-        "def f(a):\n    if a and a > 1 > b + a:\n        # first\n        x = 1\n    else:\n        x = 2\n    return x\n",
-        ["b + a:\n        # first\n        x = 2\n    else:\n        x = 1\n"],
+        "def f(a):\n    if a and a > 1 + b:\n        # 1\n        x = 1 + b\n    else:\n        x = 2\n    return x\n",
+        ["+ b:\n        x = 2\n    else:\n        # 1\n        x = 1 + b\n"],
     ),
     "ctrl_shuffle": (
         'def f(a):\n    """Doc."""\n    b = a + 1\n    for c in a:\n        b += c\n',

@@ -227,7 +227,7 @@ def ctrl_invert_if(code: Code, node: ast.AST, _rng: random.Random) -> Iterator[S
     for each in ast.walk(node):
         if not isinstance(each, ast.If) or not each.orelse or each.body[0].col_offset != each.orelse[0].col_offset:
             continue
-        yes, no = code.block(each.body), code.block(each.orelse)
+        yes, no = code.block(each.body, comments=True), code.block(each.orelse, comments=True)
         if yes and no and yes[1] <= no[0]:
             source = code.source
             yield (Edit(yes[0], no[1], source[slice(*no)] + source[yes[1] : no[0]] + source[slice(*yes)]),)
