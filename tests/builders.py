@@ -199,3 +199,19 @@ def update_rows(row: dict[str, Any], noise: float = 0.0, seed: int = 0, **fields
                 }
             )
     return out
+
+
+def small_task(folder: Path, ident: str, instruction: str = "do it") -> Path:
+    """A task folder that wants the file hello.txt with the text hi."""
+    root = folder / ident
+    (root / "repo").mkdir(parents=True)
+    (root / "tests").mkdir()
+    (root / "repo" / "a.txt").write_text("hello\n")
+    (root / "instruction.md").write_text(instruction + "\n")
+    (root / "tests" / "test_task.py").write_text("def test_it():\n    assert open('hello.txt').read() == 'hi\\n'\n")
+    (root / "task.toml").write_text(
+        f'format = "task/1"\nid = "{ident}"\nfamily = "shell"\nkind = "create"\nsplit = "train"\n'
+        '[grade]\nrunner = "pytest"\nfail_to_pass = ["tests/test_task.py::test_it"]\n'
+        "[sandbox]\nmemory_mb = 256\ndisk_mb = 32\nprocesses = 64\n"
+    )
+    return root
