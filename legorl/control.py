@@ -98,6 +98,8 @@ class Closed:
     count: int
     text_only: bool  # the last answer carried no tool call
     overflow: bool  # the last request did not fit the context
+    budget: str | None  # the budget that a request was refused for
+    lost: str | None  # why the engine could not serve the session any more
     notes: dict[str, int] = field(default_factory=dict)
 
 

@@ -302,6 +302,9 @@ async def _close(session: Session, found: _Found) -> None:
     found.closed, found.turns = closed, turns
     found.seen = replace(
         found.seen,
+        # A harness may have ended by itself before the event reached us.
+        lost=found.seen.lost or closed.lost,
+        stopped=found.seen.stopped or closed.budget or "",
         broken_capture=broken,
         overflow=closed.overflow,
         turns=len(turns),

@@ -104,6 +104,8 @@ def closed_ipc(server: Server, session: _Gated) -> bytes:
         "count": len(turns),
         "text_only": bool(last and not (last.answer or {}).get("tool_calls")),
         "overflow": session.overflow,
+        "budget": session.spent,
+        "lost": session.lost,
     }
     column = pa.array([session.record()], type=pa.list_(schema.TURN))
     table = pa.table({"turns": column}).replace_schema_metadata({b"legorl": json.dumps(summary).encode()})

@@ -59,6 +59,8 @@ class Session:
         self.turns: list[Turn | Past] = []
         self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self.overflow = False
+        self.spent: str | None = None  # the budget that a request was refused for
+        self.lost: str | None = None  # why the engine could not serve it any more
         self.closed = False
         self.require_routing = False
         self._engine, self._template = engine, template
@@ -96,6 +98,7 @@ class Session:
         try:
             self._budgets.check(len(self.turns), self.tokens)
         except BudgetSpent as spent:
+            self.spent = spent.which
             self.events.put_nowait({"event": "budget", "which": spent.which})
             raise
         running = [t for t in self._fresh if not t.done]
@@ -105,8 +108,7 @@ class Session:
             other.node.completion_ids = tree.ids(other.ids)
         resample = sum(1 for t in known if not t.error)
         prompt, continued = self._prompt(told, request.tools, base, at)
-        nodes = [t.node for t in self.turns]
-        parent, prefix_len = tree.place(nodes, prompt, continued)
+        parent, prefix_len = tree.place([t.node for t in self.turns], prompt, continued)
         index = len(self.turns)
         limit = self._engine.info().context - len(prompt)
         if limit < 1:
@@ -252,12 +254,17 @@ class Session:
             turn.error = SessionClosed()
         except Exception as error:
             self._drop(turn, "cut")
-            turn.error = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
-            self.events.put_nowait({"event": "lost", "detail": str(turn.error)})
+            self._lose(
+                turn, error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            )
         self._ended(turn)
         turn.wake()
         used = {"turns": len(self.turns), "tokens": self.tokens, "engine_s": self.engine_s, "queue_s": self.queue_s}
         self.events.put_nowait({"event": "turn", **used})
+
+    def _lose(self, turn: Turn, error: Exception) -> None:
+        turn.error, self.lost = error, str(error)
+        self.events.put_nowait({"event": "lost", "detail": self.lost})
 
     def _ended(self, turn: Turn) -> None:
         """Count the turn and spill it."""
@@ -274,8 +281,7 @@ class Session:
             turn.at = self._spill.add(turn)
         except OSError as error:
             turn.request = kept
-            turn.error = turn.error or EngineError(f"the turn could not be kept on disk: {error}")
-            self.events.put_nowait({"event": "lost", "detail": str(turn.error)})
+            self._lose(turn, turn.error or EngineError(f"the turn could not be kept on disk: {error}"))
         else:
             turn.request = replace(kept, messages=[])
             turn.new_messages = []
@@ -380,10 +386,9 @@ class Session:
     async def close(self) -> None:
         """End the session: running turns are cut, waiting handlers get SessionClosed."""
         self.closed = True
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
-        for task in list(self._tasks):
-            await asyncio.wait([task])
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.events.put_nowait(None)
 
     def record(self) -> list[dict[str, Any]]:

@@ -58,7 +58,8 @@ def test_a_spent_budget_is_refused_and_told(run_server, limits, spent, answered)
                 reply = await http.post("/v1/responses", json={"model": "m", "input": "z"})
                 assert (reply.status_code, reply.json()["error"]["code"]) == (400, SPENT)
             assert await budget_of(session) == spent
-            assert (await session.close()).count == answered
+            closed = await session.close()
+            assert (closed.count, closed.budget, closed.lost) == (answered, spent, None)
 
     run(main())
 

@@ -138,6 +138,7 @@ async def refused(engine, model, request, *messages) -> str:
         while opened.state.lost is None:
             opened.changed.clear()
             await opened.changed.wait()
+        assert (await opened.close()).lost == opened.state.lost  # told again at the end: an event may come too late
         return opened.state.lost
 
 
