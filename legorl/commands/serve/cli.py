@@ -177,6 +177,7 @@ async def _main(held: Any, argv: list[str], voice: Voice, wanted: dict[str, Any]
                 raise Failure(f"the engine failed: {server.failed}")
             return 0
     finally:
+        gc.unfreeze()  # libraries complain of leaks at the end else
         shutil.rmtree(llm_dir, ignore_errors=True)
         await engine.close()
         if wanted["replay"]:
