@@ -139,11 +139,12 @@ def check_faults(bench: Bench, case: Case, faults: list[str]) -> dict[str, dict[
     return rows
 
 
-def check_replay(bench: Bench, case: Case, rows: dict[str, dict[str, Any]]) -> None:
-    """Nothing of a refusal or a cut is in the record, and nothing of it is in the tree."""
+def check_faults_and_replay(bench: Bench, case: Case, faults: list[str]) -> None:
+    rows = check_faults(bench, case, faults)
     if not case.replayed:
         return
-    again, said = bench.replay(case.spec, tuple(rows))
+    # Nothing of a refusal or a cut is in the record, and nothing of it is in the tree.
+    again, said = bench.replay(case.spec, faults)
     assert {key: comparable(row) for key, row in again.items()} == {key: comparable(row) for key, row in rows.items()}
     count = sum(len(row["turns"]) for row in rows.values())
     assert said == f"lego-serve: {count} of {count} recorded turns replayed, in {len(rows)} sessions"
@@ -153,7 +154,7 @@ def check_replay(bench: Bench, case: Case, rows: dict[str, dict[str, Any]]) -> N
 @pytest.mark.harness
 @pytest.mark.parametrize("case", [c for c in CASES if c.often], ids=lambda case: case.spec)
 def test_the_tree_under_the_most_telling_faults(bench: Bench, case: Case) -> None:
-    check_replay(bench, case, check_faults(bench, case, list(case.often)))
+    check_faults_and_replay(bench, case, list(case.often))
 
 
 # What no two runs have in common.
@@ -174,7 +175,7 @@ def comparable(row: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.harness
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.spec)
 def test_the_tree_under_every_other_fault(bench: Bench, case: Case) -> None:
-    check_replay(bench, case, check_faults(bench, case, [fault for fault in SHAPES if fault not in case.often]))
+    check_faults_and_replay(bench, case, [fault for fault in SHAPES if fault not in case.often])
 
 
 # -- several conversations in one attempt --------------------------------------------------------------------------
