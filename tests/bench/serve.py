@@ -281,7 +281,7 @@ async def tokens_a_second(where: Path | int, keys: list[str], bodies: list[dict[
     return sum(r["usage"]["completion_tokens"] for r in replies) / took
 
 
-async def vllm(rounds: int = 3) -> dict[str, Any]:
+async def vllm(rounds: int = 7) -> dict[str, Any]:
     out: dict[str, Any] = {}
     arguments = ["--engine", "vllm", "--cores", "all", "--kv-gib", str(KV_GIB), "--context", str(VLLM_CONTEXT)]
     with vllm_server() as port, lego_serve(*arguments, "--sequences", str(SEQUENCES)) as (control_socket, _pid):
