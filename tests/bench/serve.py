@@ -6,7 +6,8 @@ script  no model: what a turn takes from the client's request to its reply, less
 vllm    tokens a second at 1, 8 and 32 sessions against vLLM's own OpenAI server, with the same requests and settings,
         rounds alternating between the two, every core free for either.
 
-JSON on stdout, medians over rounds; words on stderr. Exit 4 where a bound does not hold.
+ROUNDS and SESSIONS in the environment change those of `vllm`. JSON on stdout, medians over rounds; words on stderr.
+Exit 4 where a bound does not hold.
 """
 
 import asyncio
@@ -281,14 +282,14 @@ async def tokens_a_second(where: Path | int, keys: list[str], bodies: list[dict[
     return sum(r["usage"]["completion_tokens"] for r in replies) / took
 
 
-async def vllm(rounds: int = 7) -> dict[str, Any]:
+async def vllm(rounds: int = int(os.environ.get("ROUNDS", "7"))) -> dict[str, Any]:
     out: dict[str, Any] = {}
     arguments = ["--engine", "vllm", "--cores", "all", "--kv-gib", str(KV_GIB), "--context", str(VLLM_CONTEXT)]
     with vllm_server() as port, lego_serve(*arguments, "--sequences", str(SEQUENCES)) as (control_socket, _pid):
         await until_up(port)
         async with Control(control_socket) as control:
             where = Path((await control.health()).llm_dir) / "llm.sock"
-            for count in (1, 8, 32):
+            for count in map(int, os.environ.get("SESSIONS", "1 8 32").split()):
                 contexts = [control.session(SessionRequest(f"v{k}", turn_tokens=NEW)) for k in range(count)]
                 opened = await asyncio.gather(*(c.__aenter__() for c in contexts))
                 ours, theirs = (where, [s.key for s in opened]), (port, ["none"] * count)
