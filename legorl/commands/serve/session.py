@@ -250,10 +250,10 @@ class Session:
         except ContextOverflow:
             self.overflow, turn.error = True, ContextOverflow(len(prompt), self._engine.info().context)
         except asyncio.CancelledError:
-            self._drop(turn, "cut")
+            turn.drop("cut")
             turn.error = SessionClosed()
         except Exception as error:
-            self._drop(turn, "cut")
+            turn.drop("cut")
             self._lose(
                 turn, error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             )
@@ -303,7 +303,7 @@ class Session:
                 turn.support = delta.support or turn.support
                 if delta.cut:
                     turn.cut_at = len(turn.pieces)
-                self._note_version(turn, delta.version, len(delta.ids))
+                turn.note_version(delta.version, len(delta.ids))
                 if delta.cached_tokens is not None and turn.cached_tokens is None:
                     turn.cached_tokens = delta.cached_tokens
                 if delta.routing is not None:
@@ -342,28 +342,14 @@ class Session:
             turn.reasoning_tokens = tokens_through(self._engine.tokenizer, turn.ids, turn.thinking.close)
         turn.closed_itself = bool(turn.ids) and turn.ids[-1] in self._template.end_ids
         if finish == "abort":
-            self._drop(turn, "cut")
+            turn.drop("cut")
         if turn.support != "full":
-            self._drop(turn, "support")
+            turn.drop("support")
         if turn.cause == "side":
-            self._drop(turn, "side")
+            turn.drop("side")
         if turn.foreign:
-            self._drop(turn, "foreign")
+            turn.drop("foreign")
         turn.finish = finish
-
-    @staticmethod
-    def _drop(turn: Turn, reason: str) -> None:
-        if turn.ids and not turn.drops:
-            turn.drops.append({"start": 0, "length": len(turn.ids), "reason": reason})
-
-    @staticmethod
-    def _note_version(turn: Turn, version: int, count: int) -> None:
-        if not count:
-            return
-        if turn.versions and turn.versions[-1]["version"] == version:
-            turn.versions[-1]["length"] += count
-        else:
-            turn.versions.append({"start": len(turn.ids) - count, "length": count, "version": version})
 
     async def gate(self) -> None:
         """Wait until the engine takes turns; the server replaces this with its own gate."""

@@ -92,6 +92,20 @@ class Turn:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def drop(self, reason: str) -> None:
+        """Mark all that was sampled as not to be trained; the first reason stands."""
+        if self.ids and not self.drops:
+            self.drops.append({"start": 0, "length": len(self.ids), "reason": reason})
+
+    def note_version(self, version: int, count: int) -> None:
+        """Say that the last `count` tokens were sampled by `version`."""
+        if not count:
+            return
+        if self.versions and self.versions[-1]["version"] == version:
+            self.versions[-1]["length"] += count
+        else:
+            self.versions.append({"start": len(self.ids) - count, "length": count, "version": version})
+
     def route(self, shape: Shape | None, pieces: list[tuple[int, Any]]) -> None:
         """Record the experts that the engine delivered; positions of which it delivered none are not valid."""
         if shape:
