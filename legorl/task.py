@@ -41,6 +41,17 @@ from pathlib import Path
 from typing import Any
 
 TASK_FORMAT = "task/1"
+# In which tests run, whoever runs them: a task made by one environment would not hold in another.
+TEST_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONHASHSEED": "0",
+}
 REPO = "/ws/repo"  # where a sandbox has the repository
 SPLITS = ("train", "dev", "heldout", "unseen")
 RUNNERS = ("pytest", "unittest", "script", "log")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legorl.commands.grade import tidy_tree
-from legorl.commands.grade.runners import ENVIRONMENT, PROGRAMS, PYTHON, REPO, RUNNERS
+from legorl.commands.grade.runners import PROGRAMS, PYTHON, REPO, RUNNERS
 from legorl.commands.grade.suspicions import suspicions
 from legorl.commands.grade.verdict import MISSING, Verdict, failed
 from legorl.sandbox import (
@@ -33,7 +33,7 @@ from legorl.sandbox import (
     mountable,
     open_sandbox,
 )
-from legorl.task import Grade, Task, pack
+from legorl.task import TEST_ENVIRONMENT, Grade, Task, pack
 
 STAGE = "/ws/grade"
 INSIDE = ("guarded.py", "pytest_report.py", "unittest_report.py", "script_report.py", "tidy_tree.py")
@@ -113,7 +113,7 @@ async def _grade_once(job: Job, programs: Path) -> Verdict:
 
 async def _tidy(box: Sandbox) -> tuple[str, ...]:
     argv = [PYTHON, "-I", "-B", f"{PROGRAMS}/tidy_tree.py", REPO, STAGE]
-    result = await box.run(argv, env=ENVIRONMENT, cwd="/", timeout_s=OUR_TIME_S)
+    result = await box.run(argv, env=TEST_ENVIRONMENT, cwd="/", timeout_s=OUR_TIME_S)
     if result.exit_code != 0:
         log.debug("tidy_tree ended with %s:\n%s", result.exit_code, result.log.decode(errors="replace"))
         raise PatchUnusable("what it leaves cannot be put right for the tests")

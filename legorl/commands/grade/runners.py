@@ -28,21 +28,11 @@ from legorl.commands.grade.verdict import (
     read_script,
 )
 from legorl.sandbox import RunResult, Sandbox
-from legorl.task import Task
+from legorl.task import TEST_ENVIRONMENT, Task
 
 REPO = "/ws/repo"
 PROGRAMS = "/opt/grade"  # where the programs that run inside are mounted, read-only
 PYTHON = "/usr/bin/python3"
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "TZ": "UTC",
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONNOUSERSITE": "1",
-    "PYTHONHASHSEED": "0",
-}
 
 LOG_LIMIT = 8 << 20  # bytes at the end of a log that is parsed
 
@@ -68,7 +58,7 @@ async def _reported(
     keys = [secrets.token_hex(16) for _ in (*runs, None)]
     result = await box.run(
         [PYTHON, "-s", "-B", f"{PROGRAMS}/{task.grade.runner}_report.py", json.dumps(settings_of(task, config, runs))],
-        env={**ENVIRONMENT, "LEGORL_REPORT_KEY": "".join(keys)},
+        env={**TEST_ENVIRONMENT, "LEGORL_REPORT_KEY": "".join(keys)},
         cwd=REPO,
         timeout_s=task.grade.timeout_s,
     )
@@ -103,7 +93,7 @@ async def run_script(box: Sandbox, task: Task, config: str, flags: tuple[str, ..
     settings = {"root": REPO, "command": grade.command, "reward_file": grade.reward_file}
     result = await box.run(
         [PYTHON, "-s", "-B", f"{PROGRAMS}/script_report.py", json.dumps(settings)],
-        env={**ENVIRONMENT, "LEGORL_REPORT_KEY": key},
+        env={**TEST_ENVIRONMENT, "LEGORL_REPORT_KEY": key},
         cwd=REPO,
         timeout_s=grade.timeout_s,
     )
@@ -130,7 +120,7 @@ async def run_log(box: Sandbox, task: Task, config: str, flags: tuple[str, ...])
     """
     grade = task.grade
     result = await box.run(
-        list(grade.command), env=ENVIRONMENT, cwd=REPO, log_limit=LOG_LIMIT, timeout_s=grade.timeout_s
+        list(grade.command), env=TEST_ENVIRONMENT, cwd=REPO, log_limit=LOG_LIMIT, timeout_s=grade.timeout_s
     )
     outcomes = parse(grade.parser, result.log.decode(errors="replace"))
     clean = not {"fail", "error"} & set(outcomes.values())

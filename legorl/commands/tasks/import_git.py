@@ -20,7 +20,7 @@ from pathlib import Path
 from legorl.commands.tasks.folders import Skip, sandbox_limits, size_of
 from legorl.commands.tasks.git_trees import GitError, SubmoduleMissing, Trees
 from legorl.commands.tasks.import_trees import Options, Triple, is_test, python_path, write_trees
-from legorl.commands.tasks.synth_run import ENVIRONMENT, MOUNT, PROGRAM
+from legorl.commands.tasks.synth_run import MOUNT, PROGRAM
 
 MOST_FILES = 20  # a commit that changes more is seldom one thing
 LEAST_WORDS = 3
@@ -114,7 +114,7 @@ async def _run(
 ) -> list[dict[str, str]]:
     """Run the test files in each version of the tree, in one sandbox; return what each test got every time."""
     from legorl.sandbox import BASE_IMAGE, Spec, ensure_ready, mountable, open_sandbox
-    from legorl.task import Limits, pack
+    from legorl.task import TEST_ENVIRONMENT, Limits, pack
 
     with tempfile.TemporaryDirectory(prefix="legorl-mine-") as scratch:
         folders = [Path(scratch, str(k)) for k in range(len(versions))]
@@ -144,7 +144,7 @@ async def _run(
                 settings = json.dumps({"root": root, "python_path": python_path, "jobs": jobs}).encode()
                 await box.put(_tar(settings), "/ws/job")
                 argv = ["/usr/bin/python3", "-s", "-B", f"{MOUNT}/{PROGRAM.name}", "/ws/job/settings.json"]
-                ended = await box.run(argv, env=ENVIRONMENT, cwd=root, timeout_s=RUNS * options.timeout_s + 30)
+                ended = await box.run(argv, env=TEST_ENVIRONMENT, cwd=root, timeout_s=RUNS * options.timeout_s + 30)
                 runs = [json.loads(line)["outcomes"] for line in ended.report.splitlines() if line.endswith(b"}")]
                 if len(runs) != RUNS:
                     raise Skip("its tests could not be run", ended.log.decode(errors="replace").strip()[-200:])

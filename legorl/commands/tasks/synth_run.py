@@ -22,22 +22,12 @@ from typing import Any
 from legorl.commands.tasks.folders import sandbox_limits, size_of
 from legorl.commands.tasks.synth_source import Library
 from legorl.sandbox import Sandbox, SandboxError, Spec, ensure_ready, mountable, open_sandbox
-from legorl.task import Limits, pack
+from legorl.task import TEST_ENVIRONMENT, Limits, pack
 
 ROOT = "/ws/repo"
 JOBS = "/ws/jobs"
 PROGRAM = Path(__file__).with_name("synth_inside.py")
 MOUNT = "/opt/synth"
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "TZ": "UTC",
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONNOUSERSITE": "1",
-    "PYTHONHASHSEED": "0",
-}
 CHUNK = 8  # jobs of one start of the program: its report has a limit
 MEMORY_MB = 1024
 
@@ -131,7 +121,7 @@ class Runner:
         await box.put(_tar(files), folder)
         argv = ["/usr/bin/python3", "-s", "-B", f"{MOUNT}/{PROGRAM.name}", f"{folder}/settings.json"]
         limit = sum(job.seconds + 5 for job in jobs)
-        ended = await box.run(argv, env=ENVIRONMENT, cwd=ROOT, timeout_s=limit)
+        ended = await box.run(argv, env=TEST_ENVIRONMENT, cwd=ROOT, timeout_s=limit)
         lines = [_result(json.loads(line)) for line in ended.report.splitlines() if line.endswith(b"}")]
         done = {line.id: line for line in lines}
         if not lines and ended.exit_code:
