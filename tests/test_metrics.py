@@ -244,6 +244,28 @@ def test_a_query_can_reach_no_file_and_no_variable(query, tmp_path, monkeypatch)
     assert len(secret_table) == 1
 
 
+def test_losses_have_the_length_of_lost_tries_and_of_kept_attempts():
+    def earlier(outcome, blame, turns):
+        figures = {"turns": turns, "tokens": 10 * turns, "wall_s": float(turns)}
+        return {"try": 0, "outcome": outcome, "blame": blame, "detail": "", **figures}
+
+    rows = [
+        trajectory("a", 0, turns=[turn()], wall_s=2.0),
+        trajectory("a", 1, turns=[turn()], wall_s=4.0, history=[earlier("sandbox_lost", "infra", 7)]),
+        trajectory("a", 2, turns=[], weights=[], outcome="sandbox_lost", wall_s=1.0),
+        trajectory("b", 0, harness="pi", outcome="task_broken", turns=[turn(), turn(1, 0)], wall_s=3.0),
+    ]
+    figures = dict(metrics.run("losses", trajectories=table(rows)))
+    assert (figures["losses/kept"], figures["losses/lost"], figures["losses/lost_share"]) == (3, 2, 0.4)
+    assert (figures["losses/kept_turns"], figures["losses/lost_turns"]) == (pytest.approx(4 / 3), 3.5)
+    assert (figures["losses/kept_tokens"], figures["losses/lost_tokens"]) == (pytest.approx(8 / 3), 35)
+    assert (figures["losses/kept_wall_s"], figures["losses/lost_wall_s"]) == (3, 4)
+    assert figures["losses/outcome=sandbox_lost/lost"] == 2 and "losses/outcome=sandbox_lost/kept_turns" not in figures
+    assert figures["losses/harness=pi/lost_share"] == 0 and figures["losses/round=r1.0/lost"] == 2
+    assert (figures["losses/version=0/lost"], figures["losses/version=none/lost_share"]) == (1, 1)
+    assert metrics.run("losses", trajectories=table([])) == []
+
+
 def test_behaviour():
     call = {"id": "1", "name": "bash", "arguments": "{}", "valid": True}
     rows = [
@@ -271,5 +293,5 @@ def test_rates_without_anything_to_rate_are_absent():
 
 
 def test_an_unknown_metric_names_the_known():
-    with pytest.raises(ValueError, match="align, behaviour"):
+    with pytest.raises(ValueError, match="align, behaviour, losses"):
         metrics.run("nonsense")

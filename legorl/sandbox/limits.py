@@ -21,28 +21,44 @@ from legorl.sandbox.errors import LimitsError
 from legorl.task import Limits
 
 CGROUPS = Path("/sys/fs/cgroup")
-PARENT = "legorl"
+PARENT = os.environ.get("LEGORL_CGROUP", "legorl")  # around all sandboxes; another name can have limits of its own
 TMP_MB = 64  # /tmp
 HOME_MB = 64  # /home/agent
 SHM_MB = 16  # /dev/shm
 _SERVICE_MB = 48  # the same three
 _SERVICE_PROCESSES = 3  # supervisor, forwarder, init
 _PERIOD_US = 100_000
+_STEP = 1 << 20  # bytes; the kernel refuses single pages only, but counts them in larger batches
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the kernel says of one sandbox, out of the agent's reach.
+    """What the kernel and Podman say of one sandbox, out of the agent's reach.
 
-    oom_kills: processes killed because the memory limit was reached; process_refusals: forks refused by the process
-    limit; memory_peak: bytes, None where the kernel does not tell; full_disks: the folders without room when the last
-    command had ended (the supervisor looks, once nothing of the agent's lives).
+    oom_kills: processes killed for memory where the sandbox has reached its own limit; process_refusals: forks refused
+    where it has reached its own limit. host_oom_kills, host_refusals: the same where it never did, so that the host, or
+    a cgroup around several sandboxes, had run out. memory_peak: bytes, None where the kernel does not tell; full_disks:
+    the folders without room when the last command had ended (the supervisor looks, once nothing of the agent's lives).
+    exit_code: Podman's, once it has ended: 0 as we asked, 137 if the container was killed, negative if Podman was.
     """
 
     oom_kills: int = 0
     process_refusals: int = 0
+    host_oom_kills: int = 0
+    host_refusals: int = 0
     memory_peak: int | None = None
     full_disks: tuple[str, ...] = ()
+    exit_code: int | None = None
+
+    @property
+    def filled_up(self) -> bool:
+        """Has a sandbox that failed us failed because its own content filled its memory or its process table?
+
+        Not if Podman came to harm, which gives it another exit code. A full process table kills nobody.
+        """
+        unharmed = self.exit_code in (None, 0)
+        killed = self.exit_code == 128 + signal.SIGKILL
+        return (self.oom_kills > 0 and (unharmed or killed)) or (self.process_refusals > 0 and unharmed)
 
 
 class Limiter(Protocol):
@@ -172,10 +188,13 @@ class OuterV1(_Outer):
         _write(self._cpu / "cpu.cfs_quota_us", int(self._limits.cpus * _PERIOD_US))
 
     def _read(self) -> Evidence:
-        return Evidence(
-            oom_kills=_count(self._memory / "memory.oom_control", "oom_kill"),
-            process_refusals=_count(self._pids / "pids.events", "max"),
-            memory_peak=int((self._memory / "memory.max_usage_in_bytes").read_text()),
+        peak, limit = (_number(self._memory / f"memory.{n}_in_bytes") for n in ("max_usage", "limit"))
+        return _evidence(
+            kills=_count(self._memory / "memory.oom_control", "oom_kill"),
+            # memory.failcnt would say it, but stays 0 on newer kernels.
+            limit_met=peak is None or limit is None or peak > limit - _STEP,
+            pids=self._pids,
+            memory_peak=peak,
         )
 
 
@@ -234,12 +253,35 @@ class Native:
 
 
 def _read_v2(folder: Path) -> Evidence:
-    peak = folder / "memory.peak"
-    return Evidence(
-        oom_kills=_count(folder / "memory.events", "oom_kill"),
-        process_refusals=_count(folder / "pids.events", "max"),
-        memory_peak=int(peak.read_text()) if peak.exists() else None,
+    return _evidence(
+        kills=_count(folder / "memory.events", "oom_kill"),
+        limit_met=_count(folder / "memory.events", "oom") > 0,
+        pids=folder,
+        memory_peak=_number(folder / "memory.peak"),
     )
+
+
+def _evidence(kills: int, limit_met: bool, pids: Path, memory_peak: int | None) -> Evidence:
+    """Tell the sandbox's own doing from what came from further up.
+
+    A fork that is refused further up counts in the sandbox's pids.events, too (on cgroup v2 only before Linux 6.11);
+    that the sandbox's own limit did not refuse it shows in its peak.
+    """
+    refusals, peak, limit = _count(pids / "pids.events", "max"), _number(pids / "pids.peak"), _number(pids / "pids.max")
+    own = peak is None or limit is None or peak >= limit
+    return Evidence(
+        oom_kills=kills if limit_met else 0,
+        host_oom_kills=0 if limit_met else kills,
+        process_refusals=refusals if own else 0,
+        host_refusals=0 if own else refusals,
+        memory_peak=memory_peak,
+    )
+
+
+def _number(file: Path) -> int | None:
+    """The number in `file`; None if this kernel has no such file, or it says `max`."""
+    text = file.read_text().strip() if file.exists() else "max"
+    return None if text == "max" else int(text)
 
 
 def remove_cgroup(folder: Path, patience_s: float = 5.0) -> None:

@@ -469,6 +469,11 @@ def test_behaviour_has_a_line_a_round_and_a_harness(run_folder):
     assert slices == {"all": 8, "harness=mini-swe-agent": 8, "round=r1.0": 5, "round=r1.1": 3}
 
 
+def test_losses_compare_the_lost_with_the_kept(run_folder):
+    slices = {row["slice"]: (row["kept"], row["lost"]) for row in objects("losses", "--json", run_folder)}
+    assert slices["all"] == (8, 2) and slices["round=r1.0"] == (5, 2) and slices["outcome=engine_lost"] == (0, 2)
+
+
 def test_the_environment_does_not_leak_into_a_query(run_folder, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
     done = inspect("sql", "select getenv('SECRET')", run_folder)

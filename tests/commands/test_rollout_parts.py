@@ -18,13 +18,15 @@ from legorl.commands.rollout.schedule import make_all
 from legorl.commands.rollout.verdict import STOPS, Seen, decide
 from legorl.control import Session
 from legorl.harness import HarnessError
-from legorl.outcomes import blame_of
+from legorl.outcomes import BLAME, OF_THE_HOST
+from legorl.sandbox import Evidence
 from legorl.shards import Plan, open_shard
 from legorl.task import load_task
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 GOOD = {"exit_code": 0, "patch": b"diff", "turns": 2}
+GONE = {"sandbox_lost": "gone", "patch": None, "exit_code": None}
 
 
 @pytest.mark.parametrize(
@@ -41,24 +43,46 @@ GOOD = {"exit_code": 0, "patch": b"diff", "turns": 2}
         ({"stopped": "idle_turns", "exit_code": 1}, "no_tool_loop"),
         ({"overflow": True, "exit_code": 1}, "context_overflow"),
         ({"exit_code": 1}, "harness_crash"),
-        ({"exit_code": 137, "oom_kills": 1}, "out_of_memory"),
-        ({"patch": b"", "oom_kills": 1}, "out_of_memory"),
-        ({"oom_kills": 1}, "finished"),  # a command of its was killed; it went on and changed something
-        ({"process_refusals": 3, "patch": b""}, "too_many_processes"),
-        ({"process_refusals": 3}, "finished"),
-        ({"full_disks": ("/tmp",), "exit_code": 1}, "disk_full"),
-        ({"full_disks": ("/ws", "/tmp"), "patch": b""}, "disk_full"),
-        ({"full_disks": ("/ws",)}, "finished"),
+        ({"exit_code": 137, "box": Evidence(oom_kills=1)}, "out_of_memory"),
+        ({"patch": b"", "box": Evidence(oom_kills=1)}, "out_of_memory"),
+        ({"box": Evidence(oom_kills=1)}, "finished"),  # a command of its was killed; it went on and changed something
+        ({"patch": b"", "box": Evidence(process_refusals=3)}, "too_many_processes"),
+        ({"box": Evidence(process_refusals=3)}, "finished"),
+        ({"exit_code": 1, "box": Evidence(full_disks=("/tmp",))}, "disk_full"),
+        ({"patch": b"", "box": Evidence(full_disks=("/ws", "/tmp"))}, "disk_full"),
+        ({"box": Evidence(full_disks=("/ws",))}, "finished"),
         ({"patch": None, "patch_error": "8 MiB"}, "patch_unusable"),
-        ({"sandbox_lost": "gone", "patch": None, "exit_code": None}, "sandbox_lost"),
-        ({"sandbox_lost": "gone", "oom_kills": 1, "patch": None, "exit_code": None}, "out_of_memory"),
+        ({**GONE}, "sandbox_lost"),
+        ({**GONE, "box": Evidence(oom_kills=1, exit_code=137)}, "out_of_memory"),
+        ({**GONE, "box": Evidence(oom_kills=1, exit_code=0), "stopped": "turns"}, "out_of_memory"),
+        ({**GONE, "box": Evidence(oom_kills=1, exit_code=-9)}, "sandbox_lost"),  # Podman itself was killed
+        ({**GONE, "box": Evidence(process_refusals=1, exit_code=0)}, "too_many_processes"),
+        ({**GONE, "box": Evidence(process_refusals=1, exit_code=137)}, "sandbox_lost"),
+        ({"interrupted": True, "lost": "engine died"}, "interrupted"),
         ({"lost": "engine died", "exit_code": 1}, "engine_lost"),
         ({"broken_capture": "turn 1"}, "capture_incomplete"),
         ({"wrong_weights": "x"}, "weights_lost"),
     ],
 )
 def test_outcome(seen: dict[str, Any], outcome: str) -> None:
-    assert decide(Seen(**{**GOOD, **seen}))[0] == outcome
+    verdict = decide(Seen(**{**GOOD, **seen}))
+    assert (verdict.outcome, verdict.blame) == (outcome, BLAME[outcome])
+
+
+@pytest.mark.parametrize(
+    ("seen", "outcome"),
+    [
+        ({"exit_code": 137, "box": Evidence(host_oom_kills=1)}, "out_of_memory"),
+        ({**GONE, "box": Evidence(host_oom_kills=1, exit_code=137)}, "out_of_memory"),
+        ({"exit_code": 1, "box": Evidence(host_refusals=1)}, "too_many_processes"),
+    ],
+)
+def test_what_the_host_had_none_left_of_is_not_the_model_s(seen: dict[str, Any], outcome: str) -> None:
+    verdict = decide(Seen(**{**GOOD, **seen}))
+    assert verdict[:2] == (outcome, "infra") and outcome in OF_THE_HOST
+    # It went on all the same, or did what ended it itself.
+    assert decide(Seen(**{**GOOD, "box": seen["box"]})).blame == "model"
+    assert decide(Seen(**{**GOOD, **seen, "sandbox_lost": None, "stopped": "turns"})).outcome == "step_limit"
 
 
 @given(
@@ -71,13 +95,26 @@ def test_outcome(seen: dict[str, Any], outcome: str) -> None:
         overflow=st.booleans(),
         tools_offered=st.booleans(),
         tools_called=st.booleans(),
-        oom_kills=st.integers(0, 2),
-        process_refusals=st.integers(0, 2),
-        full_disks=st.sampled_from([(), ("/ws",)]),
+        box=st.builds(
+            Evidence,
+            oom_kills=st.integers(0, 2),
+            process_refusals=st.integers(0, 2),
+            full_disks=st.sampled_from([(), ("/ws",)]),
+            exit_code=st.sampled_from([0, 137]),
+        ),
+        sandbox_lost=st.none(),
+    )
+    # A sandbox that its own content brought down: full to the brim, it is killed, or does not do what it is asked.
+    | st.builds(
+        Seen,
+        stopped=st.sampled_from(["", *STOPS]),
+        sandbox_lost=st.just("gone"),
+        box=st.builds(Evidence, oom_kills=st.integers(1, 2), exit_code=st.sampled_from([0, 137]))
+        | st.builds(Evidence, process_refusals=st.integers(1, 2), exit_code=st.just(0)),
     )
 )
 def test_nothing_that_a_container_can_bring_about_is_blamed_on_infrastructure(seen: Seen) -> None:
-    assert blame_of(decide(seen)[0]) == "model"
+    assert decide(seen).blame == "model"
 
 
 def test_the_clock_stands_while_a_turn_waits_or_runs() -> None:

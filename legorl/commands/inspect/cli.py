@@ -244,6 +244,19 @@ behaviour_command = _metric_command(
     Attempts lost to infrastructure are left out.
     """,
 )
+losses_command = _metric_command(
+    "losses",
+    """Compare tries lost to infrastructure with attempts kept, by harness, round, policy version and outcome.
+
+    \b
+    Examples:
+      lego-inspect losses runs/demo
+      lego-inspect losses --json runs/demo | jq 'select(.slice | startswith("version="))'
+
+    Lost tries are those of the attempts' histories, too. Length is turns, sampled tokens and seconds: losses that
+    depend on it bias training. docs/outcomes.md says what is blamed on infrastructure, and on what evidence.
+    """,
+)
 
 
 @command("verify")
@@ -335,5 +348,6 @@ def _print(columns: Sequence[str], rows: Iterable[Sequence[Any]], as_json: bool 
 
 for _one in (
     summary_command, sql_command, show_command, schema_command, verify_command, align_command, behaviour_command,
+    losses_command,
 ):  # fmt: skip
     main.add_command(_one)

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from legorl import schema, tree
-from legorl.commands.rollout.verdict import Seen, decide
+from legorl.commands.rollout.verdict import Seen, Verdict, decide
 from legorl.control import Closed, Control, Health, ServeError, Session, SessionRequest
 from legorl.harness import BASE_URL, Harness, HarnessError, Launch
 from legorl.options import printable
 from legorl.outcomes import blame_of
 from legorl.sandbox import (
     BASE_IMAGE,
+    ImageBroken,
     ImageMissing,
     LimitsError,
     PatchUnusable,
@@ -52,7 +53,7 @@ GRACE_S = 5.0  # for a harness that has been told that a budget is spent, to end
 HARD_FACTOR, HARD_SLACK_S = 4.0, 1800.0  # hard wall limit = factor * time limit + slack
 
 # What no attempt can get around: the whole command ends with it.
-FATAL = (PodmanMissing, LimitsError, ImageMissing)
+FATAL = (PodmanMissing, LimitsError)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class Job:
     def attempt_id(self) -> str:
         return f"{self.group_id}.{self.n}"
 
+    @property
+    def sandbox(self) -> str:
+        """Name of this try's sandbox."""
+        return "r-" + hashlib.sha256(f"{self.attempt_id}|{len(self.history)}".encode()).hexdigest()[:12]
+
 
 class _Clock:
     """Seconds of the phases of a try: `begin` ends the phase before."""
@@ -116,6 +122,7 @@ class _Found:
     """What a try has brought so far; whatever it does not reach stays as it is here."""
 
     seen: Seen
+    box: Sandbox | None = None
     started: bool = False
     setup_error: str | None = None
     closed: Closed | None = None
@@ -127,7 +134,8 @@ class _Found:
 async def run_attempt(job: Job, settings: Settings, control: Control, health: Health) -> dict[str, Any]:
     """Run one try and return its row (schema.TRAJECTORY), whatever came of it.
 
-    Raises ServeError if no session can be opened, and the sandbox errors in FATAL: then no attempt can run.
+    Cancelled once its session is open, it ends what runs and returns its row as well: `interrupted`, with the turns so
+    far. Raises ServeError if no session can be opened, and the sandbox errors in FATAL: then no attempt can run.
     """
     clock, found = _Clock(), _Found(Seen())
     request = SessionRequest(
@@ -146,7 +154,7 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
     )
     hard_s = HARD_FACTOR * settings.time_limit + HARD_SLACK_S
     spec = Spec(
-        name="r-" + hashlib.sha256(f"{job.attempt_id}|{len(job.history)}".encode()).hexdigest()[:12],
+        name=job.sandbox,
         run=settings.run,
         limits=job.task.limits,
         image=job.task.image or BASE_IMAGE,
@@ -159,6 +167,7 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
     async with control.session(request) as session:
         try:
             async with open_sandbox(spec) as box:
+                found.box = box
                 launch = await _prepare(box, job, settings, health, session)
                 found.started = True
                 clock.begin("harness_s")
@@ -173,7 +182,14 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
                 found.seen = replace(found.seen, sandbox_lost=str(error))
             else:
                 found.setup_error = str(error)
+        except asyncio.CancelledError:
+            collected = found.seen.patch is not None or found.seen.patch_error is not None
+            found.seen, found.setup_error = replace(found.seen, interrupted=not collected), None
+            if found.closed is None:
+                await _close(session, found)
         clock.begin("rest")
+    if found.box:  # what the outside saw, now that nothing can happen in it any more
+        found.seen = replace(found.seen, box=found.box.evidence())
     return _row(job, settings, health, clock, found)
 
 
@@ -267,7 +283,7 @@ def own_seconds(session: Session, elapsed: float) -> float:
 
 
 async def _collect(box: Sandbox, found: _Found) -> None:
-    """Take the patch, and what the outside saw of the sandbox's limits."""
+    """Take the patch."""
     try:
         if found.seen.sandbox_lost is None:
             found.seen = replace(found.seen, patch=await box.diff(REPO))
@@ -277,13 +293,6 @@ async def _collect(box: Sandbox, found: _Found) -> None:
         raise
     except SandboxError as error:
         found.seen = replace(found.seen, sandbox_lost=str(error))
-    evidence = box.evidence()
-    found.seen = replace(
-        found.seen,
-        oom_kills=evidence.oom_kills,
-        process_refusals=evidence.process_refusals,
-        full_disks=evidence.full_disks,
-    )
 
 
 async def _close(session: Session, found: _Found) -> None:
@@ -319,7 +328,8 @@ def _row(job: Job, settings: Settings, health: Health, clock: _Clock, found: _Fo
     wanted = settings.policy_digest
     if wanted and (others := sorted({w["digest"] for w in weights} - {wanted})):
         seen = replace(seen, wrong_weights=f"served by weights {', '.join(others)}, wanted {wanted}")
-    outcome, detail = ("sandbox_setup_failed", found.setup_error) if found.setup_error else decide(seen)
+    setup = found.setup_error
+    verdict = Verdict("sandbox_setup_failed", blame_of("sandbox_setup_failed"), setup) if setup else decide(seen)
     tokens = sum(len(t["completion_ids"]) for t in turns)
     patch = seen.patch or b""
     row = dict.fromkeys(schema.TRAJECTORY.names)
@@ -341,9 +351,9 @@ def _row(job: Job, settings: Settings, health: Health, clock: _Clock, found: _Fo
         tokenizer_digest=health.tokenizer_digest,
         template_digest=health.template_digest,
         seed=settings.seed_of(job.attempt_id),
-        outcome=outcome,
-        blame=blame_of(outcome),
-        detail=printable(detail or ""),
+        outcome=verdict.outcome,
+        blame=verdict.blame,
+        detail=printable(verdict.detail),
         exit_code=seen.exit_code,
         budgets={
             "turns": {"limit": settings.max_turns, "used": len(turns)},

@@ -4,7 +4,9 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -159,16 +161,18 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
             for path in store.whole():
                 emit(str(path))
             with _Progress(len(plan.attempt_ids), len(plan.attempt_ids) - len(jobs)) as progress:
-                await make_all(
-                    jobs,
-                    lambda job: run_attempt(job, settings, control, health),
-                    store,
-                    concurrency=wanted["concurrency"],
-                    retries=wanted["retries"],
-                    check_engine=control.health,
-                    ended=progress.ended,
-                )
-                progress.tell_all()
+                try:
+                    await make_all(
+                        jobs,
+                        lambda job: run_attempt(job, settings, control, health),
+                        store,
+                        concurrency=wanted["concurrency"],
+                        retries=wanted["retries"],
+                        check_engine=control.health,
+                        ended=progress.ended,
+                    )
+                finally:
+                    progress.tell_all(*store.lengths())
     share = store.lost / len(plan.attempt_ids)
     if store.lost:
         count = f"{store.lost} of {len(plan.attempt_ids)} attempts"
@@ -184,6 +188,12 @@ async def _load(policy: Any, control: Any) -> Any:
     if health.digest != policy.digest:
         raise Failure(f"lego-serve holds weights {health.digest} after loading {policy.path} ({policy.digest})")
     return health
+
+
+def _mean(lengths: Sequence[Any]) -> str:
+    """`6.5 turns, 1200 tokens, 31.0 s`: the means of some durable.Length."""
+    turns, tokens, seconds = (fmean(getattr(one, n) for one in lengths) for n in ("turns", "tokens", "seconds"))
+    return f"{turns:.1f} turns, {tokens:.0f} tokens, {seconds:.1f} s"
 
 
 class _Progress:
@@ -223,8 +233,11 @@ class _Progress:
                 spent = time.monotonic() - self._begun
                 self._say(f"{group}: {counts} ({self._made} of {self._total} attempts, {spent:.0f} s)")
 
-    def tell_all(self) -> None:
-        """Sum up what this call made."""
+    def tell_all(self, kept: Sequence[Any] = (), lost: Sequence[Any] = ()) -> None:
+        """Sum up what this call made, and how long (durable.Length) the round's kept attempts and lost tries were.
+
+        Losses that depend on length bias what is trained on.
+        """
         total = sum(self._outcomes.values(), Counter())
         if total:
             counts = ", ".join(f"{n} {name}" for name, n in total.most_common())
@@ -233,6 +246,10 @@ class _Progress:
         if self._inputs:
             share = self._routed / self._inputs
             self._say(f"experts recorded for {self._routed} of {self._inputs} input positions ({share:.2%})")
+        if lost:
+            one = "1 try of the round was" if len(lost) == 1 else f"{len(lost)} tries of the round were"
+            against = f", against {_mean(kept)} of the {len(kept)} attempts kept" if kept else ""
+            self._say(f"{one} lost to infrastructure: {_mean(lost)} on average{against}")
 
     def _count_routing(self, turns: list[dict[str, Any]]) -> None:
         from legorl import routing

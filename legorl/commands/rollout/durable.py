@@ -7,8 +7,8 @@ Rerun, both are read back: an attempt that stands stays, one lost to infrastruct
 go into `history`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ import pyarrow as pa
 from legorl.commands.rollout.attempt import Job, as_try
 from legorl.shards import Plan, ShardError, make_meta, open_shard, write_shard
 from legorl.task import Task
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a try was: turns, sampled tokens, seconds of wall time."""
+
+    turns: float
+    tokens: float
+    seconds: float
 
 
 class Store:
@@ -29,13 +38,15 @@ class Store:
         self._chunks = [groups[k : k + per_shard] for k in range(0, len(groups), per_shard)]
         self._chunk_of = {group: k for k, chunk in enumerate(self._chunks) for group in chunk}
         self._stands: dict[str, str] = {}  # attempt_id -> blame
+        self._tries: dict[str, list[tuple[bool, Length]]] = {}  # attempt_id -> of each try: lost? and its length
         self._partial.mkdir(parents=True, exist_ok=True)
         for left in self._partial.glob(".*.tmp"):
             left.unlink()
         for chunk in range(len(self._chunks)):
             for file in self._files(chunk):
-                for row in open_shard(file).rows(["attempt_id", "blame"]):
+                for row in open_shard(file).rows(["attempt_id", "blame", "budgets", "wall_s", "history"]):
                     self._stands[row["attempt_id"]] = row["blame"]
+                    self._tries[row["attempt_id"]] = _tries_of(row)
 
     def left(self, tasks: Sequence[Task]) -> list[Job]:
         """What is to be made, in the plan's order: attempts never made, and those lost to infrastructure once more."""
@@ -54,6 +65,7 @@ class Store:
         `again`: the attempt will be tried once more; the row is there in case we do not come to it.
         """
         write_shard(self._file(row["attempt_id"]), [row], make_meta(plan=self._plan, **self._meta))
+        self._tries[row["attempt_id"]] = _tries_of(row)
         if again:
             return None
         self._stands[row["attempt_id"]] = row["blame"]
@@ -69,6 +81,11 @@ class Store:
     def lost(self) -> int:
         """How many attempts that stand were lost to infrastructure."""
         return sum(blame == "infra" for blame in self._stands.values())
+
+    def lengths(self) -> tuple[list[Length], list[Length]]:
+        """Lengths of the attempts that were kept, and of the tries that were lost, over the whole round so far."""
+        tries = [each for rows in self._tries.values() for each in rows]
+        return [length for lost, length in tries if not lost], [length for lost, length in tries if lost]
 
     def _ids(self, chunk: int) -> list[str]:
         return [f"{group}.{n}" for group in self._chunks[chunk] for n in range(self._plan.attempts)]
@@ -106,3 +123,9 @@ class Store:
         for attempt in wanted:
             self._file(attempt).unlink(missing_ok=True)
         return path
+
+
+def _tries_of(row: Mapping[str, Any]) -> list[tuple[bool, Length]]:
+    used = {name: budget["used"] for name, budget in row["budgets"].items()}
+    tries = [(t["blame"] == "infra", Length(t["turns"], t["tokens"], t["wall_s"])) for t in row["history"]]
+    return [*tries, (row["blame"] == "infra", Length(used["turns"], used["tokens"], row["wall_s"]))]

@@ -1,5 +1,8 @@
 """Make all attempts, C at once over all groups, and try again what infrastructure lost.
 
+Ended before its time (Ctrl-C, SIGTERM, an error), the round keeps the rows of what ran then: `interrupted`, blame
+infra, made again by a rerun.
+
 Retries go to the end of the queue: whatever was wrong has time to pass. An attempt whose engine was lost is only worth
 another try while lego-serve still answers; if it does not, the whole round stops there, and a rerun continues it.
 """
@@ -29,8 +32,8 @@ async def make_all(
 ) -> None:
     """Make every job; `ended(row, again, shard)` is told of each try: whether another follows, the shard it completed.
 
-    Raises what `make` or `check_engine` raises; running attempts are then cancelled and waited for. Cancelled itself,
-    it does the same.
+    Raises what `make` or `check_engine` raises; running attempts are then cancelled and waited for, and the rows that
+    they still return are kept. Cancelled itself, it does the same.
     """
     queue, tries = deque(jobs), Counter[str]()
     running: dict[asyncio.Future[Row], Job] = {}
@@ -53,4 +56,6 @@ async def make_all(
     finally:
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        for cut in await asyncio.gather(*running, return_exceptions=True):
+            if not isinstance(cut, BaseException):
+                store.keep(cut, again=True)

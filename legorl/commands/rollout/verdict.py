@@ -2,10 +2,15 @@
 
 Blame follows from the outcome (legorl.outcomes): it is the model's unless one of the first rules below, each resting on
 evidence that no content of the container can forge, says otherwise. Exit codes and logs come from inside and only tell
-one model outcome from another.
+one model outcome from another. Memory and processes that ran out are the model's too, unless the sandbox never reached
+its own limit of them. A disk that is full is the sandbox's own, of a fixed size: the model's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from legorl.outcomes import Blame, blame_of
+from legorl.sandbox import Evidence
 
 STOPS = {
     "turns": "step_limit",
@@ -32,22 +37,43 @@ class Seen:
     tools_offered: bool = False
     tools_called: bool = False
     turns: int = 0
-    oom_kills: int = 0
-    process_refusals: int = 0
-    full_disks: tuple[str, ...] = ()
+    box: Evidence = field(default_factory=Evidence)
+    interrupted: bool = False  # the round was ended while the try ran
 
 
-def decide(seen: Seen) -> tuple[str, str]:
-    """Return (outcome, detail) of a try whose harness was started."""
+class Verdict(NamedTuple):
+    """How a try ended, who answers for it, and the evidence in words."""
+
+    outcome: str
+    blame: Blame
+    detail: str
+
+
+def decide(seen: Seen) -> Verdict:
+    """Return the verdict on a try whose harness was started."""
+    outcome, detail, *of_the_host = _ending(seen)
+    return Verdict(outcome, blame_of(outcome, *of_the_host), detail)
+
+
+def _ending(seen: Seen) -> tuple[str, str] | tuple[str, str, bool]:
+    """Return outcome and detail, and True where the host ran out."""
+    if seen.interrupted:
+        return "interrupted", "the round was ended while it ran"
     if seen.lost:
         return "engine_lost", seen.lost
     if seen.broken_capture:
         return "capture_incomplete", seen.broken_capture
     if seen.wrong_weights:
         return "weights_lost", seen.wrong_weights
-    failing = seen.exit_code != 0 or not seen.patch
-    if seen.oom_kills and failing and not seen.stopped:
-        return "out_of_memory", f"{seen.oom_kills} processes killed at the memory limit"
+    box, failing = seen.box, seen.exit_code != 0 or not seen.patch
+    killed, refused = f"{box.oom_kills} processes killed at the", f"{box.process_refusals} processes refused at the"
+    if box.oom_kills and (box.filled_up if seen.sandbox_lost else failing and not seen.stopped):
+        return "out_of_memory", f"{killed} memory limit"
+    if seen.sandbox_lost and box.filled_up:
+        return "too_many_processes", f"{refused} limit; {seen.sandbox_lost}"
+    if box.host_oom_kills and (seen.sandbox_lost or (failing and not seen.stopped)):
+        killed = f"{box.host_oom_kills} processes killed within the"
+        return "out_of_memory", f"{killed} sandbox's memory limit: the host had no memory left for it", True
     if seen.sandbox_lost:
         return "sandbox_lost", seen.sandbox_lost
     if seen.patch_error:
@@ -56,10 +82,13 @@ def decide(seen: Seen) -> tuple[str, str]:
         return STOPS[seen.stopped], ""
     if seen.overflow:
         return "context_overflow", "the last request did not fit the model's context"
-    if seen.process_refusals and failing:
-        return "too_many_processes", f"{seen.process_refusals} processes refused at the limit"
-    if seen.full_disks and failing:
-        return "disk_full", f"no room left in {', '.join(seen.full_disks)}"
+    if box.process_refusals and failing:
+        return "too_many_processes", f"{refused} limit"
+    if box.host_refusals and failing:
+        refused = f"{box.host_refusals} processes refused within the"
+        return "too_many_processes", f"{refused} sandbox's limit: the host had none left for it", True
+    if box.full_disks and failing:
+        return "disk_full", f"no room left in {', '.join(box.full_disks)}"
     if seen.exit_code != 0:
         return "harness_crash", f"the harness ended with exit code {seen.exit_code}"
     if seen.patch:
