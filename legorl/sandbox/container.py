@@ -13,20 +13,16 @@ kill -9, its end of the pipe closes, the supervisor ends and Podman removes the 
 import asyncio
 import contextlib
 import json
-import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from legorl import paths
-from legorl.sandbox import limits, owner, podman, supplies
-from legorl.sandbox.errors import LimitsError, PatchUnusable, SandboxError, SandboxLost
-from legorl.sandbox.image import BASE_IMAGE
-from legorl.sandbox.links import Links, linked_image
-from legorl.task import Limits
+from legorl.sandbox import limits, owner, podman
+from legorl.sandbox.errors import PatchUnusable, SandboxError, SandboxLost
+from legorl.sandbox.local import LocalSeat
+from legorl.sandbox.seat import Seat, Spec
 
 PATCH_LIMIT = 8 << 20
 _OPEN_S = 90.0  # many containers starting at once on few cores
@@ -34,27 +30,6 @@ _CLOSE_S = 15.0
 _GRACE_S = 60.0  # beyond a time limit that the supervisor itself enforces
 _FILES_S = 600.0
 _HEADER_LIMIT = 1 << 20
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What one sandbox shall be.
-
-    mounts: (host folder or file, path inside), all read-only. links: (path, target) of symbolic links that its file
-    system has beside what the image has. llm_dir: the folder that holds llm.sock; then
-    127.0.0.1:8400 inside leads to it. lifetime_s: the container is killed after that, whoever still wants it.
-    cpus_allowed: the cores its processes may use.
-    """
-
-    name: str
-    run: str
-    limits: Limits
-    image: str = BASE_IMAGE
-    mounts: tuple[tuple[Path | str, str], ...] = ()
-    links: Links = ()
-    llm_dir: Path | None = None
-    lifetime_s: float = 3600.0
-    cpus_allowed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +51,11 @@ class RunResult:
 class Sandbox:
     """An open sandbox; made by open_sandbox."""
 
-    def __init__(self, spec: Spec) -> None:
-        unique = secrets.token_hex(4)
-        self._limiter = limits.limiter(f"{owner.mine()}.{unique}", spec.limits)
+    def __init__(self, spec: Spec, seat: Seat, unique: str) -> None:
+        self._seat = seat
         self.name = f"legorl-{re.sub(r'[^A-Za-z0-9_.-]', '-', spec.name)[:80]}-{unique}"
+        self.lost = False  # the container ended, unasked
         self._spec = spec
-        self._pidfile = podman.pid_folder() / f"{owner.mine()}.{unique}.pid"
         self._lock = asyncio.Lock()
         self._in_step = True  # every request so far has had its reply read
         self._stderr = b""
@@ -92,10 +66,10 @@ class Sandbox:
     # Opening and closing
 
     async def _open(self) -> None:
-        context = podman.context()
-        image = await linked_image(self._spec.image, self._spec.links) if self._spec.links else self._spec.image
+        context = podman.context(self._seat.url)
+        image = await self._seat.image()
         self._process = await asyncio.create_subprocess_exec(
-            *podman.command(*self._arguments(image)),
+            *podman.command(*await self._arguments(image), url=self._seat.url),
             **context,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -104,33 +78,19 @@ class Sandbox:
             start_new_session=True,  # an interrupt at the terminal is ours to handle, not Podman's
         )
         self._drain = asyncio.create_task(self._keep_stderr())
+        what = f"podman run{self._seat.where}"
         try:
             await asyncio.wait_for(self._reply(), _OPEN_S)
         except TimeoutError:
-            raise SandboxError(f"podman run: no answer from the container within {_OPEN_S:g} s") from None
+            raise SandboxError(f"{what}: no answer from the container within {_OPEN_S:g} s") from None
         except SandboxLost:
             await asyncio.wait({self._drain}, timeout=5)
-            raise podman.failure("podman run", self._stderr.decode(errors="replace")) from None
-        try:
-            self._confine(self._pids())
-        except (FileNotFoundError, ProcessLookupError) as error:
-            raise SandboxLost(f"{self.name}: ended before its limits were set") from error
+            raise podman.failure(what, self._stderr.decode(errors="replace")) from None
+        self._seat.confine()
         await self._ask({"op": "start"})
 
-    def _confine(self, pids: list[int]) -> None:
-        """Put the container's processes under its limits and on its cores. Raises LimitsError, ProcessLookupError."""
-        self._limiter.attach(pids)
-        if self._spec.cpus_allowed is not None:
-            try:
-                for pid in pids:
-                    os.sched_setaffinity(pid, self._spec.cpus_allowed)
-            except ProcessLookupError:
-                raise
-            except OSError as error:
-                raise LimitsError(f"cannot keep a sandbox on the cores {self._spec.cpus_allowed}: {error}") from error
-
-    def _arguments(self, image: str) -> list[str]:
-        spec, supply = self._spec, supplies.folder()
+    async def _arguments(self, image: str) -> list[str]:
+        spec = self._spec
         disk = spec.limits.disk_mb
         tmpfs = {
             "/ws": f"size={disk}m,mode=1777",
@@ -138,39 +98,21 @@ class Sandbox:
             "/home/agent": f"size={limits.HOME_MB}m,mode=1777",
             "/run/keep": f"size={disk}m,mode=0700",
         }
-        mounts = [*spec.mounts, (supply, "/lego")]
-        if spec.llm_dir is not None:
-            mounts.append((spec.llm_dir, "/run/llm"))
         # fmt: off
         words = [
-            "run", "-i", "--rm", "--name", self.name, "--pidfile", str(self._pidfile),
+            "run", "-i", "--name", self.name,
             "--label", "legorl=1", "--label", f"legorl.run={spec.run}", "--label", f"legorl.owner={owner.mine()}",
             "--pull=never", "--log-driver", "none", "--network", "none", "--init", "--user", "0:0",
             "--cap-drop=all", "--cap-add=SETUID,SETGID,KILL", "--security-opt=no-new-privileges",
-            "--security-opt", f"seccomp={supply}/seccomp.json", "--security-opt", "label=disable",
-            "--security-opt", "mask=/sys/fs/cgroup", "--no-hosts",
+            "--security-opt", "label=disable", "--no-hosts",
             "--read-only", "--read-only-tmpfs=false", "--shm-size", f"{limits.SHM_MB}m", "--hostname", "sandbox",
             "--ulimit", "nofile=4096:4096", "--ulimit", "core=0:0",
             "--timeout", str(max(1, round(spec.lifetime_s))), "--stop-timeout", "0", "--workdir", "/",
-            *self._limiter.flags(),
         ]
         # fmt: on
         for path, options in tmpfs.items():
             words += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,{options}"]
-        for source, target in mounts:
-            if re.search(r'[,"\n]', f"{source}{target}"):
-                raise SandboxError(f"cannot mount {source}: a comma or quote in its path")
-            words += ["--mount", f"type=bind,src={Path(source).absolute()},dst={target},ro=true"]
-        return [*words, image, "python3", "-sEBS", "/lego/supervisor.py"]
-
-    def _pids(self) -> list[int]:
-        """The container's init and the supervisor, as the host numbers them."""
-        init = int(self._pidfile.read_text())
-        expected = podman.service_account().pw_uid if paths.is_root() else os.getuid()
-        if Path(f"/proc/{init}").stat().st_uid != expected:
-            raise SandboxError(f"{self._pidfile}: process {init} is not the container's")
-        children = Path(f"/proc/{init}/task/{init}/children").read_text().split()
-        return [init, *map(int, children)]
+        return [*words, *await self._seat.flags(), image, "python3", "-sEBS", "/lego/supervisor.py"]
 
     async def _keep_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
@@ -186,15 +128,13 @@ class Sandbox:
                 code = await asyncio.wait_for(process.wait(), _CLOSE_S)
             except TimeoutError:
                 code = None
-            if code != 0:  # not the end we asked for: make sure that nothing is left
-                await podman.podman("rm", "-f", "-t", "0", "--ignore", self.name, check=False)
-                if code is None:
-                    process.kill()
-                    await process.wait()
+            await self._seat.remove(self.name, clean=code == 0)
+            if code is None:
+                process.kill()
+                await process.wait()
             if self._drain is not None:
                 await asyncio.wait({self._drain}, timeout=5)
-        await asyncio.to_thread(self._limiter.remove)
-        self._pidfile.unlink(missing_ok=True)
+        await self._seat.forget()
 
     # The conversation
 
@@ -202,15 +142,21 @@ class Sandbox:
         assert self._process is not None and self._process.stdout is not None
         try:
             header = json.loads(await self._process.stdout.readuntil(b"\n"))
+            self._seat.told(header)
             return header, await self._process.stdout.readexactly(header["body"])
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise self._lost() from error
+            raise await self._lost() from error
 
-    def _lost(self) -> SandboxLost:
+    async def _lost(self) -> SandboxLost:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):  # how Podman ends is evidence
+            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+        self.lost = True
+        await self._seat.look_back(self.name)
         seen = self.evidence()
         return SandboxLost(
-            f"{self.name}: the container ended (lifetime {self._spec.lifetime_s:g} s, "
-            f"{seen.oom_kills} processes killed for memory)"
+            f"{self.name}{self._seat.where}: the container ended (lifetime {self._spec.lifetime_s:g} s, "
+            f"{seen.oom_kills + seen.host_oom_kills} processes killed for memory, Podman's exit code {seen.exit_code})"
         )
 
     async def _send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
@@ -222,7 +168,7 @@ class Sandbox:
                 await self._process.stdin.drain()
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise self._lost() from error
+            raise await self._lost() from error
 
     @contextlib.asynccontextmanager
     async def _exchange(self) -> AsyncIterator[None]:
@@ -318,7 +264,8 @@ class Sandbox:
 
     def evidence(self) -> limits.Evidence:
         """Return what the kernel counted, out of the agent's reach; also after the container ended."""
-        return replace(self._limiter.evidence(), full_disks=self._full_disks)
+        code = self._process.returncode if self._process is not None else None
+        return replace(self._seat.evidence(), full_disks=self._full_disks, exit_code=code)
 
 
 def _checked(op: str, answer: dict[str, Any]) -> dict[str, Any]:
@@ -330,12 +277,14 @@ def _checked(op: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def open_sandbox(spec: Spec) -> AsyncIterator[Sandbox]:
+async def open_sandbox(spec: Spec, seat: Callable[[Spec, str], Seat] = LocalSeat) -> AsyncIterator[Sandbox]:
     """Start a container, give it over, and leave nothing of it behind.
 
-    Raises SandboxError, or its kinds PodmanMissing, ImageMissing, LimitsError.
+    `seat`: makes its place on a machine from the spec and a word of its own. Raises SandboxError, or its kinds
+    PodmanMissing, ImageMissing, LimitsError; ImageBroken.
     """
-    box = Sandbox(spec)
+    unique = secrets.token_hex(4)
+    box = Sandbox(spec, seat(spec, unique), unique)
     try:
         await box._open()
         yield box

@@ -1,6 +1,7 @@
 """What can go wrong with a sandbox, and whose fault it is.
 
-SandboxError and its kinds blame the infrastructure; PatchUnusable is about what the agent left or sent (blame model).
+SandboxError and its kinds blame the infrastructure; PatchUnusable is about what the agent left or sent (blame model),
+ImageBroken about the task.
 """
 
 
@@ -13,11 +14,17 @@ class PodmanMissing(SandboxError):
 
 
 class ImageMissing(SandboxError):
-    """The image is not in the local store; images are never pulled behind the user's back."""
+    """The image is not in the local store and cannot be had; images are never pulled behind the user's back."""
 
 
 class LimitsError(SandboxError):
     """A limit cannot be set, or the probe found that it is not enforced."""
+
+
+class HostsGone(SandboxError):
+    """No Podman host is left that answers. `code`: a command ends with the exit code for lost infrastructure."""
+
+    code = 3
 
 
 class SandboxLost(SandboxError):
@@ -25,6 +32,10 @@ class SandboxLost(SandboxError):
 
     The content of a container can bring this about too (memory full): read `Sandbox.evidence()` before blaming infra.
     """
+
+
+class ImageBroken(Exception):
+    """The task's Dockerfile cannot be built; the message has the tail of the build's log."""
 
 
 class PatchUnusable(Exception):

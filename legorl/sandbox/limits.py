@@ -188,14 +188,7 @@ class OuterV1(_Outer):
         _write(self._cpu / "cpu.cfs_quota_us", int(self._limits.cpus * _PERIOD_US))
 
     def _read(self) -> Evidence:
-        peak, limit = (_number(self._memory / f"memory.{n}_in_bytes") for n in ("max_usage", "limit"))
-        return _evidence(
-            kills=_count(self._memory / "memory.oom_control", "oom_kill"),
-            # memory.failcnt would say it, but stays 0 on newer kernels.
-            limit_met=peak is None or limit is None or peak > limit - _STEP,
-            pids=self._pids,
-            memory_peak=peak,
-        )
+        return _read_v1(self._memory, self._pids)
 
 
 class OuterV2(_Outer):
@@ -250,6 +243,22 @@ class Native:
     def remove(self) -> None:
         self.evidence()
         self._folder = None
+
+
+def evidence_in(folder: Path) -> Evidence:
+    """Return what is counted in `folder`, a cgroup of v2, or all the files of one of v1."""
+    return _read_v1(folder, folder) if (folder / "memory.oom_control").exists() else _read_v2(folder)
+
+
+def _read_v1(memory: Path, pids: Path) -> Evidence:
+    peak, limit = (_number(memory / f"memory.{n}_in_bytes") for n in ("max_usage", "limit"))
+    return _evidence(
+        kills=_count(memory / "memory.oom_control", "oom_kill"),
+        # memory.failcnt would say it, but stays 0 on newer kernels.
+        limit_met=peak is None or limit is None or peak > limit - _STEP,
+        pids=pids,
+        memory_peak=peak,
+    )
 
 
 def _read_v2(folder: Path) -> Evidence:

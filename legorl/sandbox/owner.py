@@ -11,6 +11,12 @@ def boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
+@cache
+def view() -> str:
+    """Name the processes that this one can look at: this boot of this machine, and this namespace of process ids."""
+    return f"{boot()}.{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
 def _start(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None if it does not exist (or is a zombie)."""
     try:

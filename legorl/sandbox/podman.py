@@ -3,15 +3,19 @@
     done = await podman("image", "exists", IMAGE, check=False)
     process = await asyncio.create_subprocess_exec(*command("run", ...), **context(), stdin=PIPE, stdout=PIPE)
 
+With `url` it is the client of a Podman service that runs elsewhere, as whatever user that one is.
+
 Root does not run `sudo`-like wrappers: `unshare` makes a private mount namespace, `setpriv` becomes the service user.
 The namespace is needed because crun refuses to start where a cgroup2 mount holds controllers beside cgroup v1 ("hybrid"
 machines); there the mount is hidden from Podman, and only from Podman.
 """
 
 import asyncio
+import contextlib
 import os
 import pwd
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,21 +41,23 @@ class Done:
     err: str
 
 
-def command(*arguments: str) -> list[str]:
-    """Return the argv that runs `podman ARGUMENTS` rootless. Raises PodmanMissing."""
+def command(*arguments: str, url: str | None = None) -> list[str]:
+    """Return the argv that runs `podman ARGUMENTS` rootless, or by the service at `url`. Raises PodmanMissing."""
     if shutil.which("podman") is None:
         raise PodmanMissing(
             "podman is not installed: run `make setup` (or apt-get install podman crun uidmap catatonit)"
         )
+    if url is not None:
+        return ["podman", "--remote", "--url", url, *arguments]
     if not paths.is_root():
         return ["podman", *arguments]
     # slave: folders mounted on the host later still appear in Podman's mount namespace.
     return ["unshare", "-m", "--propagation", "slave", "--", "sh", "-c", _BECOME, "sh", "podman", *arguments]
 
 
-def context() -> dict[str, Any]:
+def context(url: str | None = None) -> dict[str, Any]:
     """Return `cwd` and `env` for a process made of `command(...)`. Raises PodmanMissing where setup was never run."""
-    if not paths.is_root():
+    if url is not None or not paths.is_root():
         return {"cwd": "/", "env": dict(os.environ)}
     account = service_account()
     if not SERVICE_RUNTIME.is_dir():  # /run is empty after a boot
@@ -84,18 +90,24 @@ def service_account() -> pwd.struct_passwd:
 
 
 async def podman(
-    *arguments: str, timeout_s: float = 60.0, check: bool = True, stdin: int = asyncio.subprocess.DEVNULL
+    *arguments: str,
+    url: str | None = None,
+    timeout_s: float = 60.0,
+    check: bool = True,
+    stdin: int = asyncio.subprocess.DEVNULL,
+    stdout: int = asyncio.subprocess.PIPE,
 ) -> Done:
-    """Run one short Podman command to its end.
+    """Run one short Podman command to its end, here or by the service at `url`.
 
-    `stdin`: a file descriptor to read from. Raises SandboxError on a time-out and, with `check`, on a non-zero exit.
+    `stdin`, `stdout`: file descriptors to read from and to write to (then `out` is empty). Raises SandboxError on a
+    time-out and, with `check`, on a non-zero exit.
     """
     what = f"podman {' '.join(arguments[:2])}"
     process = await asyncio.create_subprocess_exec(
-        *command(*arguments),
-        **context(),
+        *command(*arguments, url=url),
+        **context(url),
         stdin=stdin,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=stdout,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
@@ -103,13 +115,16 @@ async def podman(
         out, err = await asyncio.wait_for(process.communicate(), timeout_s)
     except (TimeoutError, asyncio.CancelledError) as error:
         process.kill()  # unshare, sh and setpriv each exec the next: this is podman itself
+        if arguments[0] == "build":  # the commands of a Dockerfile outlive it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         if isinstance(error, asyncio.CancelledError):
             raise
         raise SandboxError(f"{what}: no answer within {timeout_s:g} s") from None
     code = process.returncode
     assert code is not None
-    done = Done(code, out, err.decode(errors="replace").strip())
+    done = Done(code, out or b"", err.decode(errors="replace").strip())
     if check and code:
         raise failure(what, done.err)
     return done
@@ -119,5 +134,6 @@ def failure(what: str, stderr: str) -> SandboxError:
     """Return the exception that a failed Podman command's stderr calls for."""
     line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
     if any(words in stderr for words in ("image not known", "no such image", "initializing source docker://")):
-        return ImageMissing(f"{what}: {line}; build the base image with `make setup` (python -m legorl.sandbox setup)")
+        base = "; build the base image with `make setup` (python -m legorl.sandbox setup)"
+        return ImageMissing(f"{what}: {line}{base if 'legorl-base' in line else ''}")
     return SandboxError(f"{what}: {line}")

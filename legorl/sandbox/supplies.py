@@ -13,7 +13,8 @@ from pathlib import Path
 from legorl import paths
 
 _HERE = Path(__file__).parent
-FILES = (*sorted((_HERE / "inside").glob("*.py")), _HERE / "seccomp.json")
+SECCOMP = _HERE / "seccomp.json"
+FILES = (*sorted((_HERE / "inside").glob("*.py")), SECCOMP)
 
 
 def digest_of(files: Sequence[Path]) -> str:

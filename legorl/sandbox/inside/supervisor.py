@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 sys.dont_write_bytecode = True
 import forward  # noqa: E402
 import trees  # noqa: E402
+from counters import counters  # noqa: E402
 from processes import AGENT, FORWARDER, as_agent, fork, slay, spawn  # noqa: E402
 from repositories import KEEP, Head, Refused, Repositories  # noqa: E402
 
@@ -74,7 +75,8 @@ class Wire:
         return data
 
     def reply(self, body: bytes = b"", **fields: Any) -> None:
-        view = memoryview(json.dumps({**fields, "body": len(body)}).encode() + b"\n" + body)
+        header = {**fields, "counters": counters(), "body": len(body)}
+        view = memoryview(json.dumps(header).encode() + b"\n" + body)
         while view:
             view = view[os.write(self._out, view) :]
 
