@@ -11,8 +11,10 @@ is ever run.
     routers = find_routers(model)                               # None for a dense model
     with routers.watched(see): model(input_ids)                 # see(layer, logits, experts) in each sparse layer
 
-The experts that a mixture-of-experts model chooses are seen by hooks on its own routers; a hook is also where a
-recorded choice can be put in place of the model's.
+    with routers.replaying(experts, valid): model(input_ids)    # recorded experts in place of its own choice
+
+The experts that a mixture-of-experts model chooses are seen, and replaced by recorded
+ones, by hooks on its own routers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from legorl.attention import Forest
 from legorl.checkpoint import ModelError
 from legorl.routing import Shape
 
@@ -57,6 +60,8 @@ def load_model(folder: Path | str, dtype: str) -> Any:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            # The fast kernels of mixtures of experts do not know float64.
+            **({"experts_implementation": "eager"} if wanted == torch.float64 else {}),
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder}: cannot be loaded as a causal language model ({_first_line(error)})") from error
@@ -72,15 +77,20 @@ def load_model(folder: Path | str, dtype: str) -> Any:
     return model
 
 
-def target_logprobs(model: Any, input_ids: Any, rows: Any, positions: Any, targets: Any, temperatures: Any) -> Any:
+def target_logprobs(
+    model: Any, input_ids: Any, rows: Any, positions: Any, targets: Any, temperatures: Any, *,
+    forest: Forest | None = None,
+) -> Any:  # fmt: skip
     """Log-probabilities of N targets, float32 (float64 for a float64 model), [N], differentiable.
 
     `input_ids`: int64 [rows, length], padded on the right with anything: attention is causal, so no real token sees
     the padding and no mask is needed. `rows`, `positions`: int64 [N], the place of the hidden state that predicts each
     target (one before the target itself). `targets`: int64 [N]. `temperatures`: float [N]; the logits are divided by
-    them, because the recorded log-probabilities are those of the distribution after temperature.
+    them, because the recorded log-probabilities are those of the distribution after temperature. `forest`: the one row
+    of `input_ids` is this forest; the model must have been enabled for it (legorl.attention).
     """
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[rows, positions]
+    how = {} if forest is None else {"position_ids": forest.positions(input_ids.device), "forest": forest}
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **how).last_hidden_state[rows, positions]
     return head_logprobs(model.get_output_embeddings(), hidden, targets, temperatures)
 
 
@@ -108,6 +118,43 @@ class Routers:
 
     modules: tuple[Any, ...]
     shape: Shape
+    normalised: bool  # whether the weights of the chosen experts sum to 1
+
+    @contextmanager
+    def replaying(self, experts: Any, valid: Any) -> Iterator[None]:
+        """Within, the experts of each token are the recorded ones, weighed by the model's own router.
+
+        `experts` int64 [tokens, layers, topk] and `valid` bool [tokens], over the tokens of the flattened batch; a
+        token that is not valid is routed by the model. Gradients reach the router through the weights. Must last until
+        the backward pass is over where activations are recomputed in it.
+        """
+        import torch
+
+        def replace(layer: int, output: Any) -> Any:
+            logits, weights, chosen = output
+            taken = torch.where(valid[:, None], experts[:, layer], chosen)
+            shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, taken)
+            if self.normalised:
+                shares = shares / shares.sum(-1, keepdim=True)
+            return logits, shares.to(weights.dtype), taken
+
+        with _hooked(self.modules, replace):
+            yield
+
+    def _repeats(self, model: Any, outputs: list[Any]) -> bool:
+        """Whether replaying the model's own choice, `outputs` of the routers over `_some_ids`, changes nothing."""
+        import torch
+
+        experts = torch.stack([chosen for _, _, chosen in outputs], dim=1)
+        weights: list[Any] = []
+        with (
+            torch.no_grad(),
+            self.replaying(experts, torch.ones(len(experts), dtype=torch.bool, device=experts.device)),
+            _hooked(self.modules, lambda _layer, output: weights.append(output[1])),
+        ):
+            model.get_decoder()(input_ids=_some_ids(model), use_cache=False)
+        pairs = zip(weights, outputs, strict=True)
+        return all(torch.allclose(one.float(), two.float(), rtol=1e-2, atol=1e-4) for one, (_, two, _) in pairs)
 
     def watched(self, see: Callable[[int, Any, Any], None]) -> AbstractContextManager[None]:
         """Within, `see(layer, logits, experts)` is called once a sparse layer in every forward pass.
@@ -119,8 +166,8 @@ class Routers:
 
 
 @contextmanager
-def _hooked(modules: Iterable[Any], see: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within, `see(n, output)` is called after each forward pass of the n-th module."""
+def _hooked(modules: Iterable[Any], see: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Within, `see(n, output)` is called after each forward pass of the n-th module; what it returns replaces it."""
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output, n=n: see(n, output))
         for n, module in enumerate(modules)
@@ -162,7 +209,11 @@ def find_routers(model: Any) -> Routers | None:
     shapes = {Shape(len(modules), experts.shape[1], logits.shape[1]) for logits, _, experts in outputs}
     if len(shapes) != 1:
         raise ModelError(f"the layers of {kind} differ in their numbers of experts")
-    return Routers(modules, shapes.pop())
+    for normalised in (True, False):
+        routers = Routers(modules, next(iter(shapes)), normalised)
+        if routers._repeats(model, outputs):
+            return routers
+    raise ModelError(f"the routers of {kind} weigh the chosen experts in a way that is not known")
 
 
 def _chooses_highest(output: Any) -> bool:
