@@ -22,8 +22,9 @@ task.toml:
     [sandbox]                         # optional
     memory_mb = 512
     disk_mb = 128
-    image = "localhost/other:1"       # an image in Podman's store instead of the base image
+    image = "localhost/other:1"       # instead of the base image; legorl.image_reference says what can stand here
     workdir = "/app"                  # a path under which the repository can be reached, too
+    python = "/opt/py39/bin/python"   # the Python of the tests, in the image; its folder is the first on PATH
 
 Imported tasks say more under [grade]; the class Grade tells what.
 """
@@ -34,11 +35,13 @@ import os
 import re
 import tarfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from legorl import image_reference
 
 TASK_FORMAT = "task/1"
 # In which tests run, whoever runs them: a task made by one environment would not hold in another.
@@ -136,8 +139,9 @@ class Task:
     split: str
     grade: Grade
     limits: Limits
-    image: str = ""  # in Podman's store; "" is the base image
+    image: str = ""  # as legorl.image_reference has it, paths absolute; "" is the base image
     workdir: str = ""  # an absolute path under which the repository can be reached, too
+    python: str = ""  # an absolute path in the image; "" is the first python3 on PATH
     labels: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -148,6 +152,16 @@ class Task:
     def links(self) -> tuple[tuple[str, str], ...]:
         """The symbolic links that its sandboxes need, (path, target)."""
         return ((self.workdir, REPO),) if self.workdir else ()
+
+    @property
+    def canary(self) -> str:
+        """The test that no solution can pass together with the others, "" if the task is not a canary."""
+        return str(self.labels.get("canary", ""))
+
+    def on_path(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return `environment` with the folder of the task's Python first on PATH."""
+        folder = f"{Path(self.python).parent}:" if self.python else ""
+        return {**environment, "PATH": folder + environment["PATH"]}
 
     @property
     def repo(self) -> Path:
@@ -198,7 +212,7 @@ def load_task(path: Path | str) -> Task:
             raise TaskError(f"{path}: no {name}")
     try:
         grade, sandbox = data["grade"], dict(data.get("sandbox", {}))
-        image, workdir = sandbox.pop("image", ""), sandbox.pop("workdir", "")
+        image, workdir, python = (sandbox.pop(name, "") for name in ("image", "workdir", "python"))
         task = Task(
             path=path,
             id=data["id"],
@@ -208,14 +222,17 @@ def load_task(path: Path | str) -> Task:
             split=data["split"],
             grade=_grade(grade),
             limits=Limits(**sandbox),
-            image=image,
+            image=image_reference.absolute(image, path),
             workdir=workdir,
+            python=python,
             labels=data.get("labels", {}),
         )
     except KeyError as error:
         raise TaskError(f"{path}/task.toml: no key {error}") from error
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TaskError(f"{path}/task.toml: {error}") from error
+    if python and not python.startswith("/"):
+        raise TaskError(f"{path}/task.toml: python {python!r} must be an absolute path in the image")
     if not _NAME.fullmatch(task.id):
         raise TaskError(f"{path}/task.toml: id {task.id!r} may hold only letters, digits, '.', '_' and '-'")
     if task.split not in SPLITS:

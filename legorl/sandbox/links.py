@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from legorl import paths
 from legorl.sandbox.errors import SandboxError
 from legorl.sandbox.podman import podman
+from legorl.sandbox.pruning import mark_used
 
 Links = tuple[tuple[str, str], ...]
 
@@ -31,6 +32,7 @@ async def linked_image(image: str, links: Links) -> str:
     async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         if (image, links) not in _made:
             _made[image, links] = await _ensure(image, links)
+            mark_used(_made[image, links])
     return _made[image, links]
 
 
@@ -43,7 +45,7 @@ async def _ensure(image: str, links: Links) -> str:
     context = Path(tempfile.mkdtemp(prefix="links-", dir=paths.mounts_dir()))
     try:
         context.chmod(0o755)
-        (context / "links.tar").write_bytes(_tar(links))
+        (context / "links.tar").write_bytes(pack_links(links))
         (context / "Containerfile").write_text(f"FROM {image}\nADD links.tar /\n")
         await podman("build", "--pull=never", "-q", "-t", name, str(context), timeout_s=_BUILD_S)
     finally:
@@ -51,7 +53,8 @@ async def _ensure(image: str, links: Links) -> str:
     return name
 
 
-def _tar(links: Links) -> bytes:
+def pack_links(links: Links) -> bytes:
+    """Return the links as a tar of the root folder. Raises SandboxError for a path that cannot be one."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path, target in links:
