@@ -11,6 +11,7 @@ import asyncio
 import io
 import json
 import logging
+import random
 import secrets
 import tarfile
 import time
@@ -18,11 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legorl.commands.grade import tidy_tree
-from legorl.commands.grade.runners import PROGRAMS, PYTHON, REPO, RUNNERS
+from legorl.commands.grade.flips import flipped_tests
+from legorl.commands.grade.runners import PROGRAMS, PYTHON, REPO, RERUNNERS, RUNNERS, Runner
 from legorl.commands.grade.suspicions import suspicions
-from legorl.commands.grade.verdict import MISSING, Verdict, failed
+from legorl.commands.grade.verdict import MISSING, Verdict, both_ways, failed
 from legorl.sandbox import (
     BASE_IMAGE,
+    ImageBroken,
     ImageMissing,
     LimitsError,
     PatchUnusable,
@@ -33,6 +36,8 @@ from legorl.sandbox import (
     mountable,
     open_sandbox,
 )
+from legorl.sandbox.container import Opener
+from legorl.sandbox.errors import HostsGone
 from legorl.task import TEST_ENVIRONMENT, Grade, Task, pack
 
 STAGE = "/ws/grade"
@@ -45,12 +50,17 @@ log = logging.getLogger("legorl.grade")
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt to grade. `patch` is a git diff of the task's repository, possibly empty; None if there is none."""
+    """One attempt to grade.
+
+    patch: a git diff of the task's repository, possibly empty; None if there is none. flags: those of what the agent
+    did while it worked.
+    """
 
     attempt_id: str
     run: str
     task: Task
     patch: bytes | None
+    flags: tuple[str, ...] = ()
 
 
 def programs_dir() -> Path:
@@ -58,18 +68,24 @@ def programs_dir() -> Path:
     return mountable("grade", [Path(__file__).with_name(name) for name in INSIDE])
 
 
-async def grade(job: Job, programs: Path, retries: int) -> Verdict:
+async def grade(job: Job, programs: Path, retries: int, open_box: Opener = open_sandbox) -> Verdict:
     """Return the verdict on `job`; `grader_crash` or `grader_timeout` (no reward) after `retries` further tries."""
     started = time.monotonic()
     if job.patch is None:
-        return failed(job.task.grade, MISSING)
+        return failed(job.task.grade, MISSING, flags=job.flags)
+    seen = {*job.flags, *suspicions(job.patch)}
     for left in range(retries, -1, -1):
         try:
-            async with asyncio.timeout(2 * job.task.grade.timeout_s + 2 * OUR_TIME_S):
-                verdict = await _grade_once(job, programs)
-            return replace(verdict, grade_s=time.monotonic() - started)
-        except (PodmanMissing, ImageMissing, LimitsError):
+            async with asyncio.timeout(3 * job.task.grade.timeout_s + 4 * OUR_TIME_S):
+                verdict = await _grade_once(job, programs, open_box)
+            flags = tuple(sorted({*verdict.flags, *seen}))
+            return replace(verdict, flags=flags, grade_s=time.monotonic() - started)
+        except (PodmanMissing, LimitsError, HostsGone):
             raise  # no further try would help: this machine is not set up
+        except ImageMissing as error:
+            return Verdict(None, outcome="image_missing", detail=f"grading: {error}")
+        except ImageBroken as error:
+            return Verdict(None, outcome="task_broken", detail=f"grading: {error}")
         except SandboxError as error:
             outcome, detail = "grader_crash", str(error)
         except TimeoutError:
@@ -78,7 +94,22 @@ async def grade(job: Job, programs: Path, retries: int) -> Verdict:
     return Verdict(None, outcome=outcome, detail=f"grading: {detail}", grade_s=time.monotonic() - started)
 
 
-async def _grade_once(job: Job, programs: Path) -> Verdict:
+async def _grade_once(job: Job, programs: Path, open_box: Opener) -> Verdict:
+    verdict = await _in_sandbox(job, programs, {}, RUNNERS[job.task.grade.runner], open_box)
+    if not verdict.resolved or job.task.grade.runner not in RERUNNERS:
+        return verdict
+    files, flipped = flipped_tests(job.task, random.SystemRandom())
+    if not flipped:
+        return verdict
+    # A sandbox of its own: in the first one the code could find out that it is asked a second time.
+    again = await _in_sandbox(job, programs, files, RERUNNERS[job.task.grade.runner], open_box)
+    return both_ways(job.task.grade, verdict, again, flipped)
+
+
+async def _in_sandbox(
+    job: Job, programs: Path, changed_tests: dict[str, str], runner: Runner, open_box: Opener
+) -> Verdict:
+    """Run the tests, with some of their files changed, in a fresh sandbox in which the patch is applied."""
     task, grade = job.task, job.task.grade
     spec = Spec(
         name=f"grade-{secrets.token_hex(6)}",
@@ -92,23 +123,31 @@ async def _grade_once(job: Job, programs: Path) -> Verdict:
     config, restored = _restored(task.repo)
     manifest = json.dumps(_manifest(task)).encode()
     staged = {"manifest.json": manifest, **{f"restore/{name}": body for name, body in restored.items()}}
-    async with open_sandbox(spec) as box:
+    async with open_box(spec) as box:
         await box.put(pack(task.repo), REPO)
         await box.commit(REPO)
         await box.put(_tar(staged), STAGE)
         await _stage_tests(box, task)
+        if changed_tests:
+            await box.put(_tar({name: text.encode() for name, text in changed_tests.items()}), f"{STAGE}/tests")
         try:
             await box.apply(job.patch or b"", REPO)
-            flags = tuple(sorted({*await _tidy(box), *suspicions(job.patch or b"")}))
-            return await RUNNERS[grade.runner](box, task, config, flags)
+            verdict = await runner(box, task, config, await _tidy(box))
+            return replace(verdict, flags=tuple(sorted({*verdict.flags, *_limits_met(box)})))
         except PatchUnusable as error:
             return failed(grade, MISSING, outcome="patch_unusable", detail=f"grading: {error}")
         except SandboxError:
-            evidence = box.evidence()
-            if not (evidence.oom_kills or evidence.process_refusals):
+            if not box.evidence().filled_up:
                 raise
             # The container ended because of what the patch brought into it, as seen from outside: the agent's doing.
-            return failed(grade, MISSING)
+            return failed(grade, MISSING, flags=_limits_met(box))
+
+
+def _limits_met(box: Sandbox) -> tuple[str, ...]:
+    """The flags of the limits that the tests ran into, as the kernel counted outside of the sandbox."""
+    seen = box.evidence()
+    met = {"out_of_memory": seen.oom_kills, "too_many_processes": seen.process_refusals, "disk_full": seen.full_disks}
+    return tuple(flag for flag, count in met.items() if count)
 
 
 async def _tidy(box: Sandbox) -> tuple[str, ...]:

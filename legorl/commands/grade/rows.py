@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from legorl import outcomes, schema
+from legorl.commands.grade.actions import actions
 from legorl.commands.grade.grading import Job
 from legorl.commands.grade.verdict import Verdict
 from legorl.options import Failure
@@ -41,15 +42,32 @@ class Tasks:
 
 
 def facts_of(table: Any) -> list[dict[str, Any]]:
-    """The columns that decide how a row is graded, as dictionaries."""
-    return table.select(FACTS).to_pylist()
+    """The columns that decide how a row is graded, as dictionaries; `flags` has those of what the agent did."""
+    rows = table.select(FACTS).to_pylist()
+    for row, flags in zip(rows, _flags_of(table), strict=True):
+        row["flags"] = flags
+    return rows
+
+
+def _flags_of(table: Any) -> list[tuple[str, ...]]:
+    """The flags of each row's turns; only their text leaves Arrow, not their tokens."""
+    found: list[tuple[str, ...]] = []
+    for turns in table.column("turns"):
+        if turns.values is None:
+            found.append(())
+            continue
+        texts = [text or "" for text in turns.values.field("text").to_pylist()]
+        calls = [call["arguments"] or "" for one in turns.values.field("tool_calls").to_pylist() for call in one or ()]
+        foreign = any(turns.values.field("foreign").to_pylist())
+        found.append(tuple(sorted(actions([*texts, *calls], foreign))))
+    return found
 
 
 def job_of(row: Mapping[str, Any], tasks: Tasks) -> Job | None:
     """Return the job that `row` is, or None for a row that no grade can be given to (blame infra or task)."""
     if row["blame"] != "model":
         return None
-    return Job(row["attempt_id"], row["run"], tasks.get(row), row["patch"])
+    return Job(row["attempt_id"], row["run"], tasks.get(row), row["patch"], row["flags"])
 
 
 @dataclass(frozen=True)

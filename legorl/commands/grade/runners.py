@@ -9,6 +9,7 @@ is run once more, alone, in a process of its own.
 import json
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from legorl.task import TEST_ENVIRONMENT, Task
 
 REPO = "/ws/repo"
 PROGRAMS = "/opt/grade"  # where the programs that run inside are mounted, read-only
-PYTHON = "/usr/bin/python3"
+PYTHON = "python3"  # of the image, for what is no test
 
 LOG_LIMIT = 8 << 20  # bytes at the end of a log that is parsed
 
@@ -51,14 +52,23 @@ async def run_python(box: Sandbox, task: Task, config: str, flags: tuple[str, ..
     return confirm(grade, verdict, report, dict(zip(names, zip(reports, ends, strict=True), strict=True)))
 
 
+async def rerun_python(box: Sandbox, task: Task, config: str, flags: tuple[str, ...]) -> Verdict:
+    """Run all tests once, and say what each got: for tests that were changed so that they must not pass."""
+    result, [report], [end] = await _reported(box, task, config, [list(task.grade.files)])
+    return judge(task.grade, report, end, result.timed_out, flags)
+
+
 async def _reported(
     box: Sandbox, task: Task, config: str, runs: list[list[str]]
 ) -> tuple[RunResult, list[Report], list[int | None]]:
     """Run the reporter on each of `runs` (what it is given); return its end, the reports and the runs' exit codes."""
     keys = [secrets.token_hex(16) for _ in (*runs, None)]
     result = await box.run(
-        [PYTHON, "-s", "-B", f"{PROGRAMS}/{task.grade.runner}_report.py", json.dumps(settings_of(task, config, runs))],
-        env={**TEST_ENVIRONMENT, "LEGORL_REPORT_KEY": "".join(keys)},
+        [
+            *(task.python or PYTHON, "-s", "-B", f"{PROGRAMS}/{task.grade.runner}_report.py"),
+            json.dumps(settings_of(task, config, runs)),
+        ],
+        env={**task.on_path(TEST_ENVIRONMENT), "LEGORL_REPORT_KEY": "".join(keys)},
         cwd=REPO,
         timeout_s=task.grade.timeout_s,
     )
@@ -93,7 +103,7 @@ async def run_script(box: Sandbox, task: Task, config: str, flags: tuple[str, ..
     settings = {"root": REPO, "command": grade.command, "reward_file": grade.reward_file}
     result = await box.run(
         [PYTHON, "-s", "-B", f"{PROGRAMS}/script_report.py", json.dumps(settings)],
-        env={**TEST_ENVIRONMENT, "LEGORL_REPORT_KEY": key},
+        env={**task.on_path(TEST_ENVIRONMENT), "LEGORL_REPORT_KEY": key},
         cwd=REPO,
         timeout_s=grade.timeout_s,
     )
@@ -120,7 +130,11 @@ async def run_log(box: Sandbox, task: Task, config: str, flags: tuple[str, ...])
     """
     grade = task.grade
     result = await box.run(
-        list(grade.command), env=TEST_ENVIRONMENT, cwd=REPO, log_limit=LOG_LIMIT, timeout_s=grade.timeout_s
+        list(grade.command),
+        env=task.on_path(TEST_ENVIRONMENT),
+        cwd=REPO,
+        log_limit=LOG_LIMIT,
+        timeout_s=grade.timeout_s,
     )
     outcomes = parse(grade.parser, result.log.decode(errors="replace"))
     clean = not {"fail", "error"} & set(outcomes.values())
@@ -129,4 +143,6 @@ async def run_log(box: Sandbox, task: Task, config: str, flags: tuple[str, ...])
     return judge(grade, report, status, result.timed_out, flags)
 
 
-RUNNERS = {"pytest": run_python, "unittest": run_python, "script": run_script, "log": run_log}
+Runner = Callable[[Sandbox, Task, str, tuple[str, ...]], Awaitable[Verdict]]
+RERUNNERS: dict[str, Runner] = {"pytest": rerun_python, "unittest": rerun_python}
+RUNNERS: dict[str, Runner] = {"pytest": run_python, "unittest": run_python, "script": run_script, "log": run_log}

@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ TIMEOUT = "timeout"  # no record of it, and the time was over
 UNPROVEN = "unproven"  # said to have passed, in a report that does not count
 FORGED = "forged"  # said to have passed, although its function raised
 NOT_ALONE = "not_alone"  # passed with the others, but not when run alone
+BOTH_WAYS = "both_ways"  # passed, and so did its copy with a wrong assertion
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def read_report(raw: bytes, key: bytes) -> Report:
     """Check and read the report of one run: lines `MAC JSON`, signed with `key`."""
     outcomes: dict[str, str] = {}
     tampered: set[str] = set()
+    failures = False
     fault = status = None
     lines = raw.split(b"\n")
     if lines and lines[-1] == b"":
@@ -60,10 +62,13 @@ def read_report(raw: bytes, key: bytes) -> Report:
         elif record["event"] == "finish":
             status = record["status"]
         tampered.update(record.get("tampered", ()))
+        failures |= record["event"] == "uncollected" or record.get("outcome") not in (None, PASS, "skip", "xfail")
     if status is None:
         fault = "no finish record" if lines else "no report"
     elif tampered:
         fault = "pytest was tampered with"
+    elif status == 1 and not failures:
+        fault, tampered = "it says that tests failed, and names none", {"the outcomes"}
     return Report(outcomes, status, fault, tuple(sorted(tampered)))
 
 
@@ -151,12 +156,16 @@ def judge(grade: Grade, report: Report, exit_code: int | None, timed_out: bool, 
         flags += ("tampered",)
     elif fault and fault.startswith("record"):
         flags += ("forged_report",)
+    elif fault:
+        flags += ("timed_out" if timed_out else "ended_early",)
     if FORGED in report.outcomes.values():
         flags += ("forged_report",)
     got = {}
     for test in (*grade.fail_to_pass, *grade.pass_to_pass):
         outcome = outcome_of(test, report.outcomes, grade.semantics) or (TIMEOUT if timed_out else MISSING)
         got[test] = UNPROVEN if fault and outcome == PASS else outcome
+    if {"skip", "xfail"} & {got[test] for test in grade.fail_to_pass}:
+        flags += ("skipped",)
     return _count(grade, got, flags=tuple(sorted(set(flags))))
 
 
@@ -199,6 +208,19 @@ def confirm(grade: Grade, verdict: Verdict, report: Report, alone: Mapping[str, 
         return verdict
     flags = tuple(sorted({*verdict.flags, "not_alone"}))
     return _count(grade, got | dict.fromkeys(failing, NOT_ALONE), flags=flags)
+
+
+def both_ways(grade: Grade, verdict: Verdict, again: Verdict, flipped: Set[str]) -> Verdict:
+    """Return `verdict` after a run `again`, in which the tests in `flipped` had a wrong assertion: who passed it fails.
+
+    Whatever else that run shows does not matter: a test that does not pass it is as it should be.
+    """
+    got = {test: outcome for test, _, outcome in verdict.tests or ()}
+    passed = [test for test, _, outcome in again.tests or () if test in flipped and outcome in (PASS, UNPROVEN, FORGED)]
+    if not passed:
+        return verdict
+    flags = tuple(sorted({*verdict.flags, *again.flags, "passes_both_ways"}))
+    return _count(grade, got | dict.fromkeys(passed, BOTH_WAYS), flags=flags)
 
 
 def _count(grade: Grade, got: dict[str, str], **fields: Any) -> Verdict:
