@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legorl.commands.grade import tidy_tree
-from legorl.commands.grade.flips import flipped_tests
 from legorl.commands.grade.runners import PROGRAMS, PYTHON, REPO, RERUNNERS, RUNNERS, Runner
 from legorl.commands.grade.suspicions import suspicions
 from legorl.commands.grade.verdict import MISSING, Verdict, both_ways, failed
+from legorl.flips import flipped_tests
 from legorl.sandbox import (
     BASE_IMAGE,
     ImageBroken,

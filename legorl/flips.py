@@ -70,11 +70,11 @@ def flipped_tests(task: Task, rng: random.Random) -> tuple[dict[str, str], set[s
     """
     wanted: dict[str, dict[str, set[str]]] = {}
     for test in task.grade.fail_to_pass:
-        if place := _place(task, test):
+        if place := place_of(task, test):
             wanted.setdefault(place[0], {}).setdefault(place[1], set()).add(test)
     files, flipped = {}, set()
     for path, names in wanted.items():
-        text = _source(task, path)
+        text = source_of(task, path)
         if text is not None:
             files[path], done = flip(text, set(names), rng)
             flipped |= {test for name in done for test in names[name]}
@@ -91,14 +91,14 @@ def flip(source: str, names: set[str], rng: random.Random) -> tuple[str, set[str
     except (SyntaxError, ValueError):
         return source, set()
     edits, done = [], set()
-    for name, function in _functions(module.body):
+    for name, function in functions(module.body):
         if name in names and name not in done and (edit := _choose(function, rng)):
             edits.append(edit)
             done.add(name)
     return _edited(source, edits), done
 
 
-def _place(task: Task, test: str) -> tuple[str, str] | None:
+def place_of(task: Task, test: str) -> tuple[str, str] | None:
     """Return (path in the tree, name in the file) of a listed test, None where it does not say."""
     if task.grade.runner == "pytest":
         path, *names = test.partition("[")[0].split("::")
@@ -107,12 +107,12 @@ def _place(task: Task, test: str) -> tuple[str, str] | None:
         parts = test.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = "/".join(parts[:cut]) + ".py"
-            if _source(task, path) is not None:
+            if source_of(task, path) is not None:
                 return path, ".".join(parts[cut:])
     return None
 
 
-def _source(task: Task, path: str) -> str | None:
+def source_of(task: Task, path: str) -> str | None:
     """Return the text of a test file, by its path in the tree in which tests run."""
     at = task.grade.tests_at
     if at == ".":
@@ -130,11 +130,11 @@ def _source(task: Task, path: str) -> str | None:
     return None
 
 
-def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+def functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield every function of a module or of its classes with its name, those that are defined last first."""
     for node in reversed(body):
         if isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, f"{prefix}{node.name}.")
+            yield from functions(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
             yield prefix + node.name, node
 

@@ -10,7 +10,7 @@ from attacks.arena import make_task
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legorl.commands.grade.flips import flip, flipped_tests
+from legorl.flips import flip, flipped_tests
 from legorl.task import load_task
 
 # Every function passes as it stands. Those called test_no_* have no statement that is certain to be reached.
