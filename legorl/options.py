@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -19,6 +20,7 @@ from typing import Any
 import click
 
 from legorl import __version__
+from legorl.share import Share
 
 # The one table of exit codes.
 OK = 0
@@ -145,8 +147,25 @@ class _Edge:
             raise Failure("a process or server at the other end of a pipe went away") from error
 
 
+class Option(click.Option):
+    """An option that --help shows under a heading of its own, `group`."""
+
+    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
 class Command(_Edge, click.Command):
-    pass
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options heading by heading, those without one last."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            record = parameter.get_help_record(context)
+            if record and not isinstance(parameter, click.Argument):
+                groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
+        for name in sorted(groups, key=lambda name: name == "Options"):
+            with formatter.section(name):
+                formatter.write_dl(groups[name])
 
 
 class Group(_Edge, click.Group):
@@ -240,7 +259,8 @@ def env(name: str) -> str:
 
 
 def option(name: str, *rest: Any, **kwargs: Any) -> Callable:
-    """click.option with its LEGORL_* environment twin and its default shown."""
+    """click.option with its LEGORL_* environment twin, its default shown and, with `group`, a heading in --help."""
+    kwargs.setdefault("cls", Option)
     kwargs.setdefault("envvar", env(name))
     kwargs.setdefault("show_default", True)
     return click.option(name, *rest, **kwargs)
@@ -254,6 +274,39 @@ explain_option = click.option("--explain", is_flag=True, help="Print the resolve
 seed_option = option("--seed", type=int, default=0, help="Seed of everything random.")
 max_lost_option = option(
     "--max-lost", type=click.FloatRange(0, 1), default=0.2, help="Share of attempts that may be lost to infrastructure."
+)
+
+
+def _podman_urls(_context: click.Context, _param: click.Parameter, urls: tuple[str, ...]) -> tuple[str, ...]:
+    for url in urls:
+        if not re.fullmatch(r"local|unix:///.+|ssh://([^/@:]+@)?[^/@:]+(:\d+)?/.+", url):
+            raise click.BadParameter(f"{url!r}: neither ssh://[USER@]HOST[:PORT]/PATH nor unix:///PATH nor local")
+    return urls
+
+
+def _share(_context: click.Context, _param: click.Parameter, text: str) -> Share:
+    try:
+        return Share.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+podman_option = option(
+    "--podman",
+    multiple=True,
+    metavar="URL",
+    callback=_podman_urls,
+    help="Open sandboxes on this Podman host: ssh://[USER@]HOST[:PORT]/PATH or unix:///PATH of its service's socket; "
+    "repeatable, and `local` is this machine.  [default: local]",
+    show_default=False,
+)
+shard_option = option(
+    "--shard",
+    default="1/1",
+    metavar="I/N",
+    callback=_share,
+    envvar=None,  # a pipeline's later stages would each take a part of the part
+    help="Do only the I-th of N equal parts of the list: the same list in N jobs is all of it once.",
 )
 paths_argument = click.argument("paths", nargs=-1, metavar="[PATH]...")
 

@@ -276,6 +276,9 @@ def _checked(op: str, answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+Opener = Callable[[Spec], contextlib.AbstractAsyncContextManager[Sandbox]]
+
+
 @contextlib.asynccontextmanager
 async def open_sandbox(spec: Spec, seat: Callable[[Spec, str], Seat] = LocalSeat) -> AsyncIterator[Sandbox]:
     """Start a container, give it over, and leave nothing of it behind.

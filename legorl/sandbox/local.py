@@ -14,6 +14,7 @@ from legorl import paths
 from legorl.sandbox import limits, owner, podman, supplies
 from legorl.sandbox.errors import LimitsError, SandboxError, SandboxLost
 from legorl.sandbox.links import linked_image
+from legorl.sandbox.making import ready_image
 from legorl.sandbox.seat import Spec
 
 
@@ -30,7 +31,7 @@ class LocalSeat:
         self._pidfile = podman.pid_folder() / f"{mark}.pid"
 
     async def image(self) -> str:
-        image = self._spec.image
+        image = await ready_image(self._spec.image)
         return await linked_image(image, self._spec.links) if self._spec.links else image
 
     async def flags(self) -> list[str]:

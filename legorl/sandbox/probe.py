@@ -12,19 +12,24 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from legorl import paths
-from legorl.sandbox import container, limits, owner, podman, supplies
-from legorl.sandbox.container import Sandbox, Spec, open_sandbox
+from legorl.sandbox import container, limits, local, owner, podman, remote, seat, supplies
+from legorl.sandbox.container import Sandbox, open_sandbox
 from legorl.sandbox.errors import LimitsError, SandboxError
 from legorl.sandbox.leftovers import reap
+from legorl.sandbox.remote import RemoteHost
+from legorl.sandbox.seat import Seat, Spec
 from legorl.task import Limits
 
 _LIMITS = Limits(memory_mb=32, disk_mb=16, processes=24, cpus=0.25)
 _CPU_S = 1.5
+_BOOTED_S = 120.0  # how far off the time of a host's boot may be: two clocks, and a busy service
 
 
 @dataclass(frozen=True)
@@ -35,32 +40,56 @@ class Check:
     detail: str
 
 
-async def ensure_ready(wanted: Limits | None = None) -> None:
-    """Reap what dead owners left; raise LimitsError unless every limit is enforced and `wanted` fits this machine."""
+async def ensure_ready(wanted: Limits | None = None, host: RemoteHost | None = None) -> None:
+    """Reap what dead owners left; raise LimitsError unless every limit is enforced and `wanted` fits the machine.
+
+    `host`: another Podman host instead of this machine.
+    """
     podman.command()
-    podman.context()
-    limits.chosen()
+    if host is None:
+        podman.context()
+        limits.chosen()
     if wanted is not None:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = host.memory_bytes if host else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if limits.memory_bytes(wanted) > total:
             need = limits.memory_bytes(wanted) >> 20
-            raise LimitsError(
-                f"a sandbox of {need} MB does not fit this machine's {total >> 20} MB: lower memory_mb, disk_mb"
-            )
-    await reap()
-    memory = paths.private_dir() / f"probe-{_key()}.json"
-    if memory.exists():
+            whose = "this machine's" if host is None else f"the Podman host {host.label} with"
+            raise LimitsError(f"a sandbox of {need} MB does not fit {whose} {total >> 20} MB: lower memory_mb, disk_mb")
+    await (reap() if host is None else host.reap())
+    memory = paths.private_dir() / f"probe-{_key(host)}.json"
+    if _remembered(memory, host):
         return
-    checks = await probe()
+    checks = await (probe() if host is None else probe(host.seat))
     failed = [f"{name} ({check.detail})" for name, check in checks.items() if not check.ok]
     if failed:
-        raise LimitsError(f"not enforced on this machine: {'; '.join(failed)}. {_remedy()}")
+        where = "this machine" if host is None else host.label
+        raise LimitsError(f"not enforced on {where}: {'; '.join(failed)}. {_remedy(host)}")
     part = memory.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({name: check.detail for name, check in checks.items()}))
+    booted = host.booted if host else None
+    part.write_text(json.dumps({"booted": booted, **{name: check.detail for name, check in checks.items()}}))
     part.rename(memory)
 
 
-def _remedy() -> str:
+def cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _remembered(memory: Path, host: RemoteHost | None) -> bool:
+    """Has the probe been passed since the last boot? Of another host all that is known is about when that was."""
+    if not memory.exists():
+        return False
+    if host is None:
+        return True
+    then, now = json.loads(memory.read_text())["booted"], host.booted
+    return then is not None and now is not None and abs(then - now) < _BOOTED_S
+
+
+def _remedy(host: RemoteHost | None) -> str:
+    if host is not None:
+        return (
+            "Podman there must set them itself: a rootless service needs cgroup v2 with cpu, memory and pids delegated "
+            "(Delegate= in user@.service); with cgroup v1 only a service of root's can"
+        )
     if limits.chosen() == "native":
         return (
             "Podman's own limits do not act here: run as root (LEGORL_LIMITS unset), or have systemd delegate "
@@ -69,23 +98,24 @@ def _remedy() -> str:
     return f"Root sets them in {limits.CGROUPS}: see that the controllers memory, pids and cpu are mounted and writable"
 
 
-def _key() -> str:
-    programs = [Path(path).stat() for path in map(shutil.which, ("podman", "crun")) if path]
-    parts = [
-        owner.boot(),
-        platform.release(),
-        limits.chosen(),
-        supplies.digest(),
-        *(f"{info.st_size}:{info.st_mtime_ns}" for info in programs),
-        *(Path(module.__file__).read_text() for module in (limits, container, podman) if module.__file__),
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _key(host: RemoteHost | None) -> str:
+    modules: tuple[ModuleType, ...] = (limits, container, podman, seat)
+    if host is None:
+        programs = [Path(path).stat() for path in map(shutil.which, ("podman", "crun")) if path]
+        stamps = [f"{info.st_size}:{info.st_mtime_ns}" for info in programs]
+        machine = [owner.boot(), platform.release(), limits.chosen(), *stamps]
+        modules += (local,)
+    else:
+        machine = host.identity
+        modules += (remote,)
+    code = [Path(module.__file__).read_text() for module in modules if module.__file__]
+    return hashlib.sha256("\0".join([*machine, supplies.digest(), *code]).encode()).hexdigest()[:16]
 
 
-async def probe() -> dict[str, Check]:
+async def probe(place: Callable[[Spec, str], Seat] = local.LocalSeat) -> dict[str, Check]:
     """Try every wall and limit in one container. Raises SandboxError if the container cannot be had."""
     spec = Spec(name="probe", run="probe", limits=_LIMITS, lifetime_s=120)
-    async with open_sandbox(spec) as box:
+    async with open_sandbox(spec, place) as box:
         checks = _walls(await _bomb(box, "walls"))
         checks["disk"] = _disk(await _bomb(box, "disk", "/ws", str(64 << 20)))
         checks["cpu"] = _cpu(await _bomb(box, "cpu", str(_CPU_S)))

@@ -238,7 +238,7 @@ async def _opening(**fields) -> None:
 
 
 def test_a_missing_image_and_a_missing_mount_are_named(do):
-    with pytest.raises(ImageMissing, match="make setup"):
+    with pytest.raises(ImageMissing, match="no-such-image:1: image not known"):
         do(_opening(image="localhost/no-such-image:1"))
     with pytest.raises(SandboxError, match="/no/such/folder"):
         do(_opening(mounts=((Path("/no/such/folder"), "/opt/h"),)))

@@ -36,6 +36,8 @@ from legorl.sandbox import (
     Spec,
     open_sandbox,
 )
+from legorl.sandbox.container import Opener
+from legorl.sandbox.errors import HostsGone
 from legorl.task import Task, pack
 
 HOME = "/home/agent"
@@ -53,7 +55,7 @@ GRACE_S = 5.0  # for a harness that has been told that a budget is spent, to end
 HARD_FACTOR, HARD_SLACK_S = 4.0, 1800.0  # hard wall limit = factor * time limit + slack
 
 # What no attempt can get around: the whole command ends with it.
-FATAL = (PodmanMissing, LimitsError)
+FATAL = (PodmanMissing, LimitsError, HostsGone)
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,16 @@ class _Found:
     box: Sandbox | None = None
     started: bool = False
     setup_error: str | None = None
+    setup_outcome: str = "sandbox_setup_failed"
     closed: Closed | None = None
     turns: list[dict[str, Any]] | None = None
     log: bytes = b""
     own_s: float = 0.0
 
 
-async def run_attempt(job: Job, settings: Settings, control: Control, health: Health) -> dict[str, Any]:
+async def run_attempt(
+    job: Job, settings: Settings, control: Control, health: Health, open_box: Opener = open_sandbox
+) -> dict[str, Any]:
     """Run one try and return its row (schema.TRAJECTORY), whatever came of it.
 
     Cancelled once its session is open, it ends what runs and returns its row as well: `interrupted`, with the turns so
@@ -166,7 +171,7 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
     )
     async with control.session(request) as session:
         try:
-            async with open_sandbox(spec) as box:
+            async with open_box(spec) as box:
                 found.box = box
                 launch = await _prepare(box, job, settings, health, session)
                 found.started = True
@@ -177,6 +182,9 @@ async def run_attempt(job: Job, settings: Settings, control: Control, health: He
                 await _collect(box, found)
         except FATAL:
             raise
+        except (ImageMissing, ImageBroken) as error:
+            found.setup_outcome = "task_broken" if isinstance(error, ImageBroken) else "image_missing"
+            found.setup_error = str(error)
         except SandboxError as error:
             if found.started:
                 found.seen = replace(found.seen, sandbox_lost=str(error))
@@ -210,7 +218,7 @@ async def _prepare(box: Sandbox, job: Job, settings: Settings, health: Health, s
     await box.put(pack(job.task.repo), REPO)
     await box.commit(REPO)
     await box.put(pack_home(launch.files), HOME)
-    return launch
+    return replace(launch, env={**job.task.on_path(ENVIRONMENT), **launch.env})
 
 
 def pack_home(files: dict[str, str]) -> bytes:
@@ -234,9 +242,7 @@ async def _play(
     stop, begun = asyncio.Event(), time.monotonic()
     watcher = asyncio.create_task(_watch(session, stop, settings.time_limit))
     try:
-        result = await box.run(
-            launch.argv, env={**ENVIRONMENT, **launch.env}, cwd=REPO, log_limit=LOG_LIMIT, until=stop, timeout_s=hard_s
-        )
+        result = await box.run(launch.argv, env=launch.env, cwd=REPO, log_limit=LOG_LIMIT, until=stop, timeout_s=hard_s)
     except FATAL:
         raise
     except SandboxError as error:
@@ -329,7 +335,7 @@ def _row(job: Job, settings: Settings, health: Health, clock: _Clock, found: _Fo
     if wanted and (others := sorted({w["digest"] for w in weights} - {wanted})):
         seen = replace(seen, wrong_weights=f"served by weights {', '.join(others)}, wanted {wanted}")
     setup = found.setup_error
-    verdict = Verdict("sandbox_setup_failed", blame_of("sandbox_setup_failed"), setup) if setup else decide(seen)
+    verdict = Verdict(found.setup_outcome, blame_of(found.setup_outcome), setup) if setup else decide(seen)
     tokens = sum(len(t["completion_ids"]) for t in turns)
     patch = seen.patch or b""
     row = dict.fromkeys(schema.TRAJECTORY.names)

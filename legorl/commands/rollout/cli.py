@@ -23,9 +23,11 @@ from legorl.options import (
     max_lost_option,
     option,
     out_option,
+    podman_option,
     run,
     say,
     seed_option,
+    shard_option,
 )
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -72,6 +74,8 @@ def _name(_context: click.Context, _param: click.Parameter, value: str) -> str:
 @option("--concurrency", "-c", type=click.IntRange(1), default=4, help="Attempts at once.")
 @option("--retries", type=click.IntRange(0), default=2, help="Further tries of an attempt lost to infrastructure.")
 @max_lost_option
+@podman_option
+@shard_option
 @seed_option
 @explain_option
 def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
@@ -81,6 +85,7 @@ def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
     Examples:
       lego-serve MODEL -- lego-rollout TASK --out out --harness mini-swe-agent
       lego-tasks list SET --split train | lego-rollout - --out out --harness pi -n 8 -c 4
+      lego-rollout - --out out --harness pi -c 64 --podman ssh://me@big/run/user/1000/podman/podman.sock < tasks.list
 
     TASK is a task folder; - or none reads paths from stdin. Each attempt runs in a sandbox of its own, where nothing
     but the model can be reached. The path of each shard goes to stdout as soon as its groups are whole. Run again, it
@@ -93,6 +98,7 @@ def main(paths: tuple[str, ...], out: Path, **wanted: Any) -> int:
         "harness": harness.label,
         "harness_version": harness.version,
         "harness_digest": harness.digest,
+        "shard": wanted["shard"].setting,
     }
     if explained:
         explain({**wanted, **config, "out": out, "install": str(harness.folder)})
@@ -130,7 +136,8 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
     from legorl.commands.rollout.durable import Store
     from legorl.commands.rollout.schedule import make_all
     from legorl.control import Control
-    from legorl.sandbox.probe import ensure_ready
+    from legorl.sandbox import prepare
+    from legorl.sandbox.hosts import open_hosts
     from legorl.shards import OutDir, Plan
 
     policy = open_checkpoint(wanted["policy"]) if wanted["policy"] else None
@@ -146,25 +153,31 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
     config = {**config, "policy": digest, "tasks": {t.id: t.digest for t in tasks}}
     if wanted["serve"] is None:
         raise Failure("no lego-serve to talk to: run this under `lego-serve MODEL -- ...`, or give --serve SOCKET")
-    async with Control(wanted["serve"]) as control:
+    own = wanted["shard"].of(tasks)
+    if not own:
+        say(f"lego-rollout: no task in part {wanted['shard']}")
+        return 0
+    groups = [settings.group_id(t) for t in own]
+    total = len(groups) * plan.attempts
+    async with Control(wanted["serve"]) as control, open_hosts(wanted["podman"]) as hosts:
         health = await control.health()
-        for limits in {t.limits for t in tasks}:
-            await ensure_ready(limits)
+        await hosts.ensure_ready({t.limits for t in own})
+        await prepare([t.image for t in own], say)
         with OutDir(out, config):
             if policy and (health.digest, health.version) != (policy.digest, policy.version):
                 health = await _load(policy, control)
             if health.routing not in (None, "recorded"):
                 say(f"lego-rollout: the experts of this sparse model are not recorded: {health.routing}")
             meta = {"config": config, "engine": health.engine, "model": health.name}
-            store = Store(out, plan, wanted["groups_per_shard"], meta)
-            jobs = store.left(tasks)
+            store = Store(out, plan, wanted["groups_per_shard"], meta, groups)
+            jobs = store.left(own)
             for path in store.whole():
                 emit(str(path))
-            with _Progress(len(plan.attempt_ids), len(plan.attempt_ids) - len(jobs)) as progress:
+            with _Progress(total, total - len(jobs)) as progress:
                 try:
                     await make_all(
                         jobs,
-                        lambda job: run_attempt(job, settings, control, health),
+                        lambda job: run_attempt(job, settings, control, health, hosts.open),
                         store,
                         concurrency=wanted["concurrency"],
                         retries=wanted["retries"],
@@ -173,9 +186,9 @@ async def _rollout(tasks: list[Any], harness: Any, out: Path, config: dict[str, 
                     )
                 finally:
                     progress.tell_all(*store.lengths())
-    share = store.lost / len(plan.attempt_ids)
+    share = store.lost / total
     if store.lost:
-        count = f"{store.lost} of {len(plan.attempt_ids)} attempts"
+        count = f"{store.lost} of {total} attempts"
         say(f"lego-rollout: {count} were lost to infrastructure; rerun to try them again")
     return LOST if share > wanted["max_lost"] else 0
 

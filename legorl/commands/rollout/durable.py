@@ -29,12 +29,17 @@ class Length:
 
 
 class Store:
-    """The rows of one round in the folder `out`: attempts that stand, by id, and the shards that they make up."""
+    """The rows of one round in the folder `out`: attempts that stand, by id, and the shards that they make up.
 
-    def __init__(self, out: Path, plan: Plan, per_shard: int, meta: dict[str, Any]):
+    `groups`: those of the plan that are made here, all of them unless others make the rest.
+    """
+
+    def __init__(
+        self, out: Path, plan: Plan, per_shard: int, meta: dict[str, Any], groups: Sequence[str] | None = None
+    ):
         self._plan, self._meta, self._out = plan, meta, out
         self._partial = out / ".partial"
-        groups = plan.groups
+        self._groups = groups = plan.groups if groups is None else groups
         self._chunks = [groups[k : k + per_shard] for k in range(0, len(groups), per_shard)]
         self._chunk_of = {group: k for k, chunk in enumerate(self._chunks) for group in chunk}
         self._stands: dict[str, str] = {}  # attempt_id -> blame
@@ -49,9 +54,12 @@ class Store:
                     self._tries[row["attempt_id"]] = _tries_of(row)
 
     def left(self, tasks: Sequence[Task]) -> list[Job]:
-        """What is to be made, in the plan's order: attempts never made, and those lost to infrastructure once more."""
+        """What is to be made, in the groups' order: attempts never made, and those lost to infrastructure once more.
+
+        `tasks`: of each group.
+        """
         jobs = []
-        for task, group in zip(tasks, self._plan.groups, strict=True):
+        for task, group in zip(tasks, self._groups, strict=True):
             for n in range(self._plan.attempts):
                 job = Job(task, group, n)
                 if self._stands.get(job.attempt_id, "infra") == "infra":
