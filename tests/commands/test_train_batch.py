@@ -5,10 +5,11 @@ import pytest
 from builders import group, shard, trajectory, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import trees
 
 from legorl import tree
 from legorl.commands.train.batch import ModelFacts, make_batch
-from legorl.commands.train.pack import micro_batches, padded, samples_of
+from legorl.commands.train.pack import samples_of
 from legorl.commands.train.rows import BatchError, CheckError, read_rows
 from legorl.shards import Tally, open_shards
 
@@ -135,24 +136,6 @@ def test_rows_come_by_attempt_one_each_with_their_turns(tmp_path):
     assert tally.planned == 3 and not tally.missing
 
 
-@st.composite
-def trees(draw):
-    """Turns that share any prefix with any earlier turn, over few tokens, so that coincidences happen."""
-    turns = []
-    for index in range(draw(st.integers(1, 7))):
-        nodes = tree.nodes_of(turns)
-        parent = draw(st.integers(-1, index - 1))
-        length = 0 if parent < 0 else draw(st.integers(0, nodes[parent].path_len))
-        context = draw(st.lists(st.integers(0, 2), min_size=0 if length else 1, max_size=4))
-        prompt = np.concatenate(
-            [tree.path_ids(nodes, parent, length) if parent >= 0 else tree.ids([]), tree.ids(context)]
-        )
-        parent, length = tree.place(nodes, prompt)
-        completion = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
-        turns.append(turn(index, parent, length, completion_ids=completion) | {"context_ids": prompt[length:].tolist()})
-    return turns
-
-
 @given(trees(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_every_wanted_token_is_a_target_once_behind_its_own_prefix(turns, data):
@@ -169,19 +152,3 @@ def test_every_wanted_token_is_a_target_once_behind_its_own_prefix(turns, data):
         for position, entry in zip(sample.positions, sample.index, strict=True):
             t, k = tokens[entry - 100]
             assert sample.ids[: position + 1].tolist() == tree.path_ids(nodes, t, nodes[t].prompt_len + k).tolist()
-
-
-@given(trees(), st.integers(1, 40))
-@settings(max_examples=50, deadline=None)
-def test_micro_batches_keep_to_the_budget_and_lose_nothing(turns, budget):
-    nodes = tree.nodes_of(turns)
-    samples = samples_of(nodes, 0, 0, np.ones(sum(len(n.completion_ids) for n in nodes), bool))
-    micros = micro_batches(samples, budget)
-    assert sorted(id(s) for micro in micros for s in micro) == sorted(map(id, samples))
-    for micro in micros:
-        ids, rows, positions, index = padded(micro)
-        assert ids.size <= budget or len(micro) == 1
-        assert [ids[r, p] for r, p in zip(rows, positions, strict=True)] == [
-            sample.ids[p] for sample in micro for p in sample.positions
-        ]
-        assert index.tolist() == [int(entry) for sample in micro for entry in sample.index]

@@ -8,7 +8,6 @@ from commands.train_rows import World, plain_logprobs, tiny_llama
 
 from legorl import tree
 from legorl.commands.train.batch import make_batch
-from legorl.commands.train.loss import importance_weights, token_losses, token_scales
 from legorl.commands.train.settings import Settings
 from legorl.commands.train.train import facts_of
 
@@ -185,34 +184,6 @@ def test_the_gate_stands_before_the_first_move(world):
         with pytest.raises(RuntimeError, match="refused"):
             one.run(make_batch(world.group([1.0, 0.0]), facts_of(world.checkpoint), 4), refuse)
         assert all((a == b).all() for a, b in zip(before, one.model.parameters(), strict=True))
-
-
-def test_a_clipped_or_weighted_token_by_the_formula():
-    import torch
-
-    rng = np.random.default_rng(0)
-    theta, old, sampler, advantage = (rng.normal(0, 0.5, 400) for _ in range(4))
-    tensors = [torch.tensor(a) for a in (theta, old, sampler, advantage)]
-    tensors[0].requires_grad_()
-    weight, masked = importance_weights(tensors[1], tensors[2], 1.5, "truncate")
-    assert np.allclose(weight, np.minimum(np.exp(old - sampler), 1.5)) and not masked.any()
-    loss, ratio, clipped = token_losses(tensors[0], tensors[1], weight, tensors[3], 0.1, 0.3)
-    r = np.exp(theta - old)
-    expected = -weight.numpy() * np.minimum(r * advantage, np.clip(r, 0.9, 1.3) * advantage)
-    assert np.allclose(loss.detach(), expected) and np.allclose(ratio, r)
-    loss.sum().backward()
-    beyond = ((advantage > 0) & (r > 1.3)) | ((advantage < 0) & (r < 0.9))
-    assert np.array_equal(clipped, beyond)
-    assert np.allclose(tensors[0].grad, np.where(beyond, 0, -weight.numpy() * r * advantage))
-    weight, masked = importance_weights(tensors[1], tensors[2], 1.5, "mask")
-    free = np.exp(old - sampler)
-    assert np.array_equal(masked, (free > 1.5) | (free < 1 / 1.5)) and (weight[masked] == 0).all()
-
-
-def test_scales_of_the_two_averages():
-    attempts = np.array([4, 4, 4, 9])
-    assert np.allclose(token_scales("grpo", attempts), [1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    assert np.allclose(token_scales("dapo", attempts), 1 / 4)
 
 
 def test_bf16_forward_keeps_float32_weights(world):

@@ -1,15 +1,13 @@
 """One training batch: every sampled token of the step as an entry of a table, with its advantage or why it has none.
 
-    batch = make_batch(rows, model_facts, max_lag=4)
+    batch = make_batch(rows, model_facts, max_lag=4, loss="grpo")
     batch.tokens.reason; batch.samples; batch.counts()
 
-An attempt is valid if its blame is `model` and it has a reward. Only valid attempts enter their group's baseline:
+An attempt is valid if its blame is `model` and it has a reward. Only valid attempts enter their group's baseline
+(`advantages` has the formulas), each once, however many turns and branches it has. Attempts with blame `infra` or
+`task` and ungraded ones are in the table, under a reason, and in no mean, deviation or denominator.
 
-    advantage = (reward - mean) / (std + 1e-4)      mean, std over the valid attempts of the group
-
-with the sample standard deviation (n - 1), as TRL and verl compute it. An attempt enters its baseline once and has one
-advantage, however many turns and branches it has. Attempts with blame `infra` or `task` and ungraded ones are in the
-table, under a reason, and in no mean, deviation or denominator.
+For sft, whose tokens come from anywhere, support and lag speak against no token, and a greedy one has temperature 1.
 """
 
 from collections import Counter
@@ -19,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from legorl import tree
+from legorl.commands.train.advantages import TRAINED, advantages_of, shaped
+from legorl.commands.train.loss import LossName
 from legorl.commands.train.pack import Sample, samples_of
 from legorl.commands.train.rows import BatchError, CheckError
+from legorl.routing import RoutingError
 
-STD_EPS = 1e-4
-TRAINED = "trained"
 # Without an advantage, but sampled by the policy in the ordinary way: good for alignment figures.
-COMPARABLE = ("no_variance", "alone")
+COMPARABLE = ("no_variance", "alone", "unrewarded")
+UNKNOWN_LAG = -1
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ class Tokens:
     sampler: np.ndarray  # float32 log-probability where it was sampled
     temperature: np.ndarray  # float32
     version: np.ndarray  # int32
-    lag: np.ndarray  # int32, steps between the weights that sampled it and the loaded ones
+    lag: np.ndarray  # int32, steps between the weights that sampled it and the loaded ones; -1: other weights (sft)
     reason: np.ndarray  # object (str): trained, or why not
     advantage: np.ndarray = field(init=False)  # float32
     old: np.ndarray = field(init=False)  # float32 log-probability, trainer at the step's start
+    ref: np.ndarray = field(init=False)  # float32 log-probability, reference model of the KL term
     train: np.ndarray = field(
         init=False
     )  # float32 log-probability, trainer with the weights that the token's minibatch met
@@ -62,7 +63,7 @@ class Tokens:
     clipped: np.ndarray = field(init=False)  # int8
 
     def __post_init__(self) -> None:
-        for name in ("advantage", "old", "train", "ratio", "weight"):
+        for name in ("advantage", "old", "ref", "train", "ratio", "weight"):
             setattr(self, name, np.full(len(self), np.nan, np.float32))
         self.clipped = np.full(len(self), -1, np.int8)
 
@@ -72,11 +73,17 @@ class Tokens:
 
 @dataclass
 class Batch:
-    """`rows`: one an attempt, as read; `samples`: the paths that carry a target, trained or comparable."""
+    """`rows`: one an attempt, as read; `samples`: the paths that carry a target, trained or comparable.
+
+    `rewards`: float64 [rows], shaped, NaN where not valid; `free`: bool [tokens], nothing speaks against the token
+    itself, whatever becomes of its attempt.
+    """
 
     rows: list[dict[str, Any]]
     tokens: Tokens
     samples: list[Sample]
+    rewards: np.ndarray
+    free: np.ndarray
 
     def counts(self) -> dict[str, int]:
         """Sampled tokens by reason, `trained` among them."""
@@ -84,6 +91,20 @@ class Batch:
 
     def trained(self) -> np.ndarray:
         return self.tokens.reason == TRAINED
+
+    def judge(self, loss: LossName, costs: np.ndarray | None = None) -> None:
+        """Give every attempt its advantage, or its tokens the reason why not; `costs` [rows] are taken off rewards."""
+        groups = [row["group_id"] if is_valid(row) else None for row in self.rows]
+        rewards = self.rewards if costs is None else self.rewards - costs
+        advantages, reasons = advantages_of(loss, groups, rewards)
+        attempts = self.tokens.attempt[self.free]
+        self.tokens.reason[self.free] = np.array(reasons, object)[attempts]
+        self.tokens.advantage[self.free] = advantages[attempts]
+
+    def kl_to_reference(self) -> np.ndarray:
+        """k1 estimate of each attempt's KL to the reference, float64 [rows]: sum of old - ref over its free tokens."""
+        gap = self.tokens.old[self.free].astype(np.float64) - self.tokens.ref[self.free]
+        return np.bincount(self.tokens.attempt[self.free], weights=gap, minlength=len(self.rows))
 
     def check_sums(self) -> None:
         """Raise BatchError unless every sampled token of the rows has exactly one place in the table."""
@@ -104,23 +125,30 @@ def is_valid(row: dict[str, Any]) -> bool:
     return row["blame"] == "model" and row["reward"] is not None
 
 
-def make_batch(rows: list[dict[str, Any]], facts: ModelFacts, max_lag: int) -> Batch:
-    """Make the batch of one step from `rows` (one an attempt). Raises BatchError or CheckError; see the module."""
-    pieces = [_tokens_of(number, row, facts, max_lag) for number, row in enumerate(rows)]
+def make_batch(
+    rows: list[dict[str, Any]], facts: ModelFacts, max_lag: int, loss: LossName = "grpo",
+    overlong: tuple[int, int] | None = None,
+) -> Batch:  # fmt: skip
+    """Make the batch of one step from `rows` (one an attempt). Raises BatchError or CheckError; see the module.
+
+    `overlong`: (maximum, cache) of the overlong punishment, in sampled tokens of an attempt that no drop covers.
+    """
+    pieces = [_tokens_of(number, row, facts, max_lag, loss == "sft") for number, row in enumerate(rows)]
     tokens = Tokens(**{name: np.concatenate([_GIVEN[name], *(piece[name] for piece in pieces)]) for name in _GIVEN})
-    advantages, reasons = _advantages(rows)
+    free = tokens.reason == TRAINED
     samples: list[Sample] = []
     first = 0
     for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
         here = slice(first, first + len(piece["token"]))
-        free = tokens.reason[here] == TRAINED
-        tokens.reason[here][free] = reasons[number]
-        if reasons[number] == TRAINED:
-            tokens.advantage[here][free] = advantages[number]
-        if free.any():
-            samples += samples_of(tree.nodes_of(row["turns"]), number, first, free)
+        if free[here].any():
+            samples += _samples_of(row, number, first, free[here])
         first = here.stop
-    batch = Batch(rows, tokens, samples)
+    rewards = np.array([row["reward"] if is_valid(row) else np.nan for row in rows], np.float64)
+    if overlong:
+        lengths = [sum(d is None for turn in row["turns"] for d in tree.drop_reasons(turn)) for row in rows]
+        rewards = shaped(rewards, np.array(lengths), *overlong)
+    batch = Batch(rows, tokens, samples, rewards, free)
+    batch.judge(loss)
     batch.check_sums()
     return batch
 
@@ -138,12 +166,25 @@ _GIVEN: dict[str, np.ndarray] = {
 }
 
 
-def _tokens_of(number: int, row: dict[str, Any], facts: ModelFacts, max_lag: int) -> dict[str, np.ndarray]:
-    """The columns of `_GIVEN` for one attempt; `trained` here means: nothing speaks against it so far."""
+def _samples_of(row: dict[str, Any], number: int, first: int, wanted: np.ndarray) -> list[Sample]:
+    records = [turn["routing"] for turn in row["turns"]]
+    try:
+        return samples_of(tree.nodes_of(row["turns"]), number, first, wanted, records)
+    except RoutingError as error:
+        raise BatchError(f"{row['attempt_id']}: {error}; leave this attempt out or roll it out again") from error
+
+
+def _tokens_of(
+    number: int, row: dict[str, Any], facts: ModelFacts, max_lag: int, expert: bool
+) -> dict[str, np.ndarray]:
+    """The columns of `_GIVEN` for one attempt; `trained` here means: nothing speaks against it so far.
+
+    `expert`: for sft.
+    """
     whole = None if is_valid(row) else row["blame"] if row["blame"] in ("infra", "task") else "ungraded"
     if whole is None:
         _check_row(row, facts)
-    lags = _lags(row, facts) if whole is None else {}
+    lags = _lags(row, facts) if whole is None and not expert else {}
     columns: dict[str, list[Any]] = {name: [] for name in _GIVEN}
     for turn in row["turns"]:
         count = len(turn["completion_ids"])
@@ -154,12 +195,16 @@ def _tokens_of(number: int, row: dict[str, Any], facts: ModelFacts, max_lag: int
             logprobs = [*logprobs, *[np.nan] * count][:count]
         prompt = turn["prefix_len"] + len(turn["context_ids"])
         drops = tree.drop_reasons(turn)
-        if whole is None and turn["support"] != "full":
+        temperature = turn["temperature"]
+        if whole is None and expert:
+            drops = [None if drop == "support" else drop for drop in drops]
+            temperature = 1.0 if turn["support"] == "greedy" or not temperature > 0 else temperature
+        elif whole is None and turn["support"] != "full":
             drops = [drop or "support" for drop in drops]
         if whole is None and turn["foreign"]:
             drops = [drop or "foreign" for drop in drops]
         for k in range(count):
-            lag = lags.get(versions[k], facts.version - versions[k])
+            lag = UNKNOWN_LAG if expert else lags.get(versions[k], facts.version - versions[k])
             reason = whole or drops[k]
             if reason is None and facts.context is not None and prompt + k > facts.context:
                 reason = "too_long"
@@ -172,7 +217,7 @@ def _tokens_of(number: int, row: dict[str, Any], facts: ModelFacts, max_lag: int
         columns["position"] += range(count)
         columns["token"] += turn["completion_ids"]
         columns["sampler"] += logprobs
-        columns["temperature"] += [turn["temperature"]] * count
+        columns["temperature"] += [temperature] * count
         columns["version"] += versions
     return {name: np.array(columns[name], dtype=empty.dtype) for name, empty in _GIVEN.items()}
 
@@ -231,24 +276,3 @@ def _lags(row: dict[str, Any], facts: ModelFacts) -> dict[int, int]:
         else:
             lags[version] = facts.version - version
     return lags
-
-
-def _advantages(rows: list[dict[str, Any]]) -> tuple[list[float], list[str]]:
-    """Advantage of each attempt, and `trained` or the reason why its group gives it none."""
-    groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        if is_valid(row):
-            groups.setdefault(row["group_id"], []).append(number)
-    advantages, reasons = [0.0] * len(rows), [TRAINED] * len(rows)
-    for members in groups.values():
-        rewards = np.array([rows[number]["reward"] for number in members], np.float64)
-        if len(members) == 1:
-            reasons[members[0]] = "alone"
-        elif rewards.max() == rewards.min():
-            for number in members:
-                reasons[number] = "no_variance"
-        else:
-            scaled = (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPS)
-            for number, advantage in zip(members, scaled.tolist(), strict=True):
-                advantages[number] = advantage
-    return advantages, reasons

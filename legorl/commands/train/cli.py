@@ -3,11 +3,14 @@
 import asyncio
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from legorl.commands.train.loss import LOSSES
+from legorl.commands.train.settings import IS_CAP, KL_COEF, SettingsError, cautions, resolve
 from legorl.options import (
     Failure,
     command,
@@ -23,6 +26,21 @@ from legorl.options import (
     seed_option,
 )
 
+loss_option = partial(option, group="Loss")
+off_option = partial(option, group="Sampler and trainer")
+kl_option = partial(option, group="Reference model")
+gate_option = partial(option, group="Gate")
+step_option = partial(option, group="Optimiser")
+memory_option = partial(option, group="Memory and precision")
+
+
+def _pair(text: str | None) -> tuple[int, int] | None:
+    """MAX,CACHE as numbers."""
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(",", 1))  # type: ignore[return-value]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not MAX,CACHE, as in 4096,1024", param_hint="--overlong") from None
+
 
 @command("lego-train")
 @paths_argument
@@ -33,28 +51,66 @@ from legorl.options import (
     help="Weights to train: a Hugging Face or checkpoint folder.",
 )
 @out_option
-@option("--loss", type=click.Choice(["grpo", "dapo"]), default="grpo", help="Loss, by its published name.")
-@option("--lr", type=click.FloatRange(0, min_open=True), default=1e-5, help="Learning rate of AdamW.")
-@option("--clip-low", type=click.FloatRange(0, 1), help="Ratios are clipped below 1 - this.  [default: 0.2]")
-@option("--clip-high", type=click.FloatRange(0), help="Ratios are clipped above 1 + this.  [default: 0.2; dapo: 0.28]")
-@option("--minibatches", type=click.IntRange(1), default=1, help="Optimiser steps; attempts are split among them.")
-@option("--is-cap", type=click.FloatRange(1), default=2.0, help="Bound of the importance weight trainer / sampler.")
-@option(
+@loss_option("--loss", type=click.Choice(list(LOSSES)), default="grpo", help="Loss, by its published name.")
+@loss_option("--clip-low", type=click.FloatRange(0, 1), help="Clip ratios below 1 - this.  [default: the loss's own]")
+@loss_option("--clip-high", type=click.FloatRange(0), help="Clip ratios above 1 + this.  [default: the loss's own]")
+@loss_option(
+    "--minibatches", type=click.IntRange(1), default=1, help="Optimiser steps; whole attempts are split among them."
+)
+@loss_option(
+    "--dr-constant",
+    type=click.FloatRange(0, min_open=True),
+    help="Tokens that dr_grpo divides by.  [default: the largest token limit of the attempts]",
+)
+@loss_option(
+    "--overlong",
+    metavar="MAX,CACHE",
+    callback=lambda _context, _parameter, value: _pair(value),
+    help="DAPO's reward shaping: take off up to 1 between MAX - CACHE and MAX sampled tokens, and 1 beyond.",
+)
+@off_option(
+    "--off-policy",
+    type=click.Choice(["decoupled", "bypass"]),
+    help="decoupled: ratio to the trainer at the step's start, times a weight trainer / sampler. bypass: ratio to the "
+    "sampler, no weight.  [default: decoupled]",
+)
+@off_option(
+    "--is-level",
+    type=click.Choice(["token", "sequence"]),
+    help="Weigh each token by itself, or by the product over its attempt.  [default: token]",
+)
+@off_option(
     "--is-mode",
     type=click.Choice(["truncate", "mask"]),
-    default="truncate",
-    help="Beyond the bound: hold, or leave out.",
+    help="Weights beyond the cap: hold them at it, or leave the token out, and below 1 / cap too.  [default: truncate]",
 )
-@option("--max-lag", type=click.IntRange(0), default=4, help="Oldest weights to learn from, in steps behind --model.")
-@option("--tokens-per-batch", type=click.IntRange(1), default=2048, help="Tokens a micro-batch, padding counted.")
-@option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of the forward pass; weights stay fp32.")
-@option("--gradient-checkpointing", is_flag=True, help="Recompute activations: a third slower, much less memory.")
-@option("--gate", help="Thresholds, as in pearson=0.99,max=0.5, over the defaults of --dtype; or none.")
-@option(
+@off_option("--is-cap", type=click.FloatRange(1), help=f"Bound of the weight trainer / sampler.  [default: {IS_CAP}]")
+@off_option(
+    "--max-lag", type=click.IntRange(0), default=4, help="Leave out tokens sampled more steps before --model than this."
+)
+@kl_option(
+    "--kl",
+    type=click.Choice(["none", "k1-reward", "k2", "k3"]),
+    default="none",
+    help="Keep near --kl-ref: k1 taken off the reward, or k2 or k3 added to the loss. There is no k1 loss: its "
+    "gradient is 0 on average.",
+)
+@kl_option("--kl-ref", type=click.Path(path_type=Path), help="Reference model: a Hugging Face or checkpoint folder.")
+@kl_option("--kl-coef", type=click.FloatRange(0), help=f"Its coefficient.  [default: {KL_COEF}]")
+@gate_option("--gate", help="Thresholds, as in pearson=0.99,max=0.5, over the defaults of --dtype; or none.")
+@gate_option(
     "--gate-tokens", type=click.IntRange(0), default=4096, help="Tokens to read of attempts that are only compared."
 )
-@option("--grad-clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest norm of the gradient.")
-@option("--weight-decay", type=click.FloatRange(0), default=0.0, help="Weight decay of AdamW.")
+@step_option("--lr", type=click.FloatRange(0, min_open=True), default=1e-5, help="Learning rate of AdamW.")
+@step_option("--weight-decay", type=click.FloatRange(0), default=0.0, help="Weight decay of AdamW.")
+@step_option("--grad-clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest norm of the gradient.")
+@memory_option(
+    "--tokens-per-batch", type=click.IntRange(1), default=2048, help="Tokens a micro-batch, padding counted."
+)
+@memory_option(
+    "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of the forward pass; weights stay fp32."
+)
+@memory_option("--gradient-checkpointing", is_flag=True, help="Recompute activations: a third slower, less memory.")
 @option("--partial", is_flag=True, help="Train although attempts of the round are missing.")
 @option("--require-signal", is_flag=True, help="Fail if there is nothing to train.")
 @option(
@@ -68,7 +124,7 @@ from legorl.options import (
 @explain_option
 def main(
     paths: tuple[str, ...], model: Path, out: Path, partial: bool, require_signal: bool, keep: int, serve: Path | None,
-    as_json: bool, explain: bool, **given: Any,
+    as_json: bool, explain: bool, kl_ref: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Take one policy-gradient step on graded shards and print the path of the new checkpoint.
 
@@ -77,6 +133,8 @@ def main(
       lego-train graded/*.parquet --model SmolLM2-135M-Instruct --out step-1
       lego-rollout ... | lego-grade --out graded | lego-train --model step-1 --out step-2
       lego-train graded --model step-1 --out step-2 --loss dapo --lr 2e-6 --minibatches 2
+      lego-train expert --model SmolLM2-135M-Instruct --out warm --loss sft
+      lego-train graded --model step-1 --out step-2 --kl k3 --kl-coef 0.001 --kl-ref SmolLM2-135M-Instruct
 
     A PATH is a shard or a folder of shards; none, or -, reads them from stdin. Before any weight moves, the trainer's
     log-probabilities are compared with the recorded ones: beyond --gate, exit 4 and a table of the worst tokens. If the
@@ -84,25 +142,26 @@ def main(
     the weights as they are.
     """
     settings = _settings(given)
+    if (settings.kl == "none") != (kl_ref is None):
+        raise click.UsageError("--kl and --kl-ref go together: which estimator, and from which model")
     if explain:
-        return _explain(settings, model, out, partial, require_signal, keep, serve)
+        rest = {"partial": partial, "require_signal": require_signal, "keep": keep, "serve": serve}
+        return _explain(settings, {"model": model, "kl_ref": kl_ref, "out": out, **rest})
     from legorl.checkpoint import open_checkpoint
     from legorl.commands.train.rows import read_rows
     from legorl.shards import Tally, open_shards
 
     checkpoint = open_checkpoint(model)
+    reference = open_checkpoint(kl_ref) if kl_ref else None
     tally = Tally()
     rows = read_rows(open_shards(each_path(paths)), tally)
     if complaint := tally.complaint():
         if not partial:
             raise Failure(f"{complaint}; no step was taken (--partial takes it all the same)")
         say(f"going on with part of the round: {complaint}")
-    if settings.minibatches == 1 and (given["clip_low"] is not None or given["clip_high"] is not None):
-        say(
-            "with --minibatches 1 the ratio to the policy at the step's start is 1, so no clip can act; "
-            "--minibatches 2 or more lets it"
-        )
-    record = _train(rows, checkpoint, out, settings, keep, require_signal)
+    for words in cautions(settings, given["clip_low"] is not None, given["clip_high"] is not None):
+        say(words)
+    record = _train(rows, checkpoint, reference, out, settings, keep, require_signal)
     say(_summary(out, record))
     if serve:
         loaded = asyncio.run(_serve(serve, out, record["version"]))
@@ -112,28 +171,27 @@ def main(
 
 def _settings(given: dict[str, Any]) -> Any:
     from legorl.commands.train.gate import parse_gate
-    from legorl.commands.train.loss import CLIP_HIGH, CLIP_LOW
-    from legorl.commands.train.settings import Settings
 
+    gate: dict[str, float] = {}
+    if given["loss"] != "sft" or given["gate"] not in (None, "none"):
+        try:
+            gate = parse_gate(given["gate"], given["dtype"])
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--gate") from error
     try:
-        gate = parse_gate(given["gate"], given["dtype"])
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--gate") from error
-    low, high = given["clip_low"], given["clip_high"]
-    low = CLIP_LOW if low is None else low
-    high = CLIP_HIGH[given["loss"]] if high is None else high
-    return Settings(**given | {"gate": gate, "clip_low": low, "clip_high": high})
+        return resolve(**given | {"gate": gate})
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
 
 
-def _explain(settings: Any, model: Path, out: Path, partial: bool, signal: bool, keep: int, serve: Path | None) -> None:
+def _explain(settings: Any, rest: dict[str, Any]) -> None:
     from dataclasses import asdict
 
-    rest = {"model": model, "out": out, "partial": partial, "require_signal": signal, "keep": keep, "serve": serve}
     explain(asdict(settings) | rest)
 
 
 def _train(
-    rows: list[dict[str, Any]], checkpoint: Any, out: Path, settings: Any, keep: int, signal: bool
+    rows: list[dict[str, Any]], checkpoint: Any, reference: Any, out: Path, settings: Any, keep: int, signal: bool
 ) -> dict[str, Any]:
     from tqdm import tqdm
 
@@ -147,7 +205,7 @@ def _train(
         return bars[0].update
 
     try:
-        return train(rows, checkpoint, out, settings, keep, signal, say, progress)
+        return train(rows, checkpoint, out, settings, keep, signal, say, progress, reference)
     except GateError as error:
         for line in error.worst:
             say(line)

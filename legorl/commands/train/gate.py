@@ -174,4 +174,4 @@ def as_lag_zero(batch: Batch, version: int) -> Batch:
     """The batch as its sampler of `version` sees it: those tokens at lag 0, nothing computed yet."""
     lag = np.where(batch.tokens.version == version, 0, np.maximum(batch.tokens.lag, 1))
     samples = [s for s in batch.samples if (batch.tokens.version[s.index] == version).any()]
-    return Batch(batch.rows, replace(batch.tokens, lag=lag.astype(np.int32)), samples)
+    return replace(batch, tokens=replace(batch.tokens, lag=lag.astype(np.int32)), samples=samples)

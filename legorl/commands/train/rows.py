@@ -16,11 +16,11 @@ from legorl.rows import TOKEN_FIELDS, standing
 from legorl.shards import Shard, Tally
 
 COLUMNS = (
-    "attempt_id", "group_id", "run", "step", "harness", "weights", "tokenizer_digest", "blame", "reward",
+    "attempt_id", "group_id", "run", "step", "harness", "weights", "tokenizer_digest", "blame", "reward", "budgets",
 )  # fmt: skip
 TURN_COLUMNS = (
     "index", "parent", "prefix_len", "cause", "context_ids", "completion_ids", "logprobs", "temperature", "support",
-    "versions", "foreign", "drops",
+    "versions", "foreign", "drops", "routing",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def _rows(shard: Shard, numbers: list[int]) -> list[dict[str, Any]]:
 
 
 def digest_of(rows: Iterable[dict[str, Any]]) -> str:
-    """Digest of what a step learns from: the attempts, their verdicts and their sampled tokens."""
+    """Digest of what a step learns from: the attempts, their verdicts, their sampled tokens and experts."""
     total = hashlib.sha256()
     for row in rows:
         verdict = [row["attempt_id"], row["group_id"], row["blame"], row["reward"]]
@@ -70,4 +70,6 @@ def digest_of(rows: Iterable[dict[str, Any]]) -> str:
         # repr: a record cut short may hold NaN.
         tokens = repr([[turn[name] for name in TOKEN_FIELDS] for turn in row["turns"]])
         total.update(json.dumps([verdict, spans, tokens]).encode())
+        for record in (turn["routing"] for turn in row["turns"] if turn["routing"]):
+            total.update(record["valid"] + record["data"])
     return total.hexdigest()[:16]

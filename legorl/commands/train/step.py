@@ -13,16 +13,18 @@ of the forward pass (autocast).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
+from legorl.attention import enable, why_not
 from legorl.commands.train.batch import TRAINED, Batch
-from legorl.commands.train.loss import importance_weights, token_losses, token_scales
-from legorl.commands.train.pack import Sample, micro_batches, padded
-from legorl.commands.train.rows import BatchError
+from legorl.commands.train.objective import Objective, needs_old
+from legorl.commands.train.pack import Micro, Sample, forests, rows
+from legorl.commands.train.rows import BatchError, CheckError
 from legorl.commands.train.settings import Settings
-from legorl.model import target_logprobs
+from legorl.model import find_routers, target_logprobs
 
 
 class Trainer:
@@ -39,45 +41,111 @@ class Trainer:
         self.progress: Callable[[int], object] = lambda tokens: None
         self.accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bf16" else "no")
         self.model = model.to(self.accelerator.device)
+        self.pack = self._packing()
+        self.routers = find_routers(self.model)
+        self.replayed, self.routed = 0, 0  # input positions whose experts were replayed, and all of sparse models
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
     def run(self, batch: Batch, gate: Callable[[], object]) -> dict[str, float]:
         """Take one step on `batch`; return its figures. Without a trained token only the gate runs.
 
-        `gate` raises to keep the weights as they are. Raises BatchError if a log-probability or a gradient is not a
-        finite number; the weights have not moved then, unless an earlier minibatch moved them.
+        `gate` raises to keep the weights as they are. With k1 in the reward, advantages are made anew here. Raises
+        BatchError if a log-probability or a gradient is not a finite number; the weights have not moved then, unless an
+        earlier minibatch moved them.
         """
+        settings = self.settings
+        self._check_routing(batch)
+        if settings.kl == "k1-reward":
+            assert settings.kl_coef is not None
+            self.score(batch, batch.samples)
+            batch.judge(settings.loss, settings.kl_coef * batch.kl_to_reference())
         trained, others = _split(batch)
-        self.score(batch, self.some(others))
+        if settings.loss != "sft":
+            self.score(batch, _unscored(batch, self.some(others)))
         parts = self._minibatches(trained)
-        if len(parts) > 1:
-            self.score(batch, trained)
+        if needs_old(settings, len(parts)):
+            self.score(batch, _unscored(batch, trained))
         if not parts:
             gate()
         losses, norms = [], []
         for number, part in enumerate(parts):
-            losses.append(self._backward(batch, part))
+            current = batch.tokens.old
+            if number and settings.loss == "gspo":
+                current = np.full_like(current, np.nan)
+                self.score(batch, part, current)
+            losses.append(self._backward(batch, part, current))
             if number == 0:
                 gate()
             norms.append(self._move())
+        figures = {"routing/replayed": self.replayed / self.routed} if self.routed else {}
         if not parts:
-            return {}
-        return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms)), "minibatches": float(len(parts))}
+            return figures
+        return figures | {
+            "loss": float(np.mean(losses)),
+            "grad_norm": float(np.mean(norms)),
+            "minibatches": float(len(parts)),
+        }
 
-    def planned(self, batch: Batch) -> int:
-        """How many tokens `run` will read."""
-        trained, others = _split(batch)
-        passes = 2 if len(self._minibatches(trained)) > 1 else 1
-        return passes * _length(trained) + _length(self.some(others))
+    def _check_routing(self, batch: Batch) -> None:
+        """Raise CheckError if experts are recorded that this model cannot have chosen."""
+        shape = self.routers.shape if self.routers else None
+        for sample in batch.samples:
+            if sample.experts is None:
+                continue
+            name = batch.rows[sample.attempt]["attempt_id"]
+            held = "{} layers x {} experts".format(*sample.experts.shape[1:])
+            if shape is None:
+                raise CheckError(f"{name}: {held} are recorded, but the model to train has no experts")
+            if sample.experts.shape[1:] != (shape.layers, shape.topk) or int(sample.experts.max()) >= shape.experts:
+                raise CheckError(
+                    f"{name}: {held} are recorded, but the model to train has {shape.layers} x {shape.topk} out of "
+                    f"{shape.experts}; give --model the model that sampled it"
+                )
 
-    def score(self, batch: Batch, samples: Sequence[Sample]) -> None:
-        """Fill `old` for the targets of `samples`, without gradients."""
+    def _replaying(self, micro: Micro) -> AbstractContextManager[None]:
+        """Within, recorded experts take the place of the model's choice; the backward pass belongs within, too."""
         import torch
 
+        if self.routers is None:
+            return nullcontext()
+        self.routed += micro.tokens
+        if micro.experts is None or micro.valid is None or not self.settings.replay:
+            return nullcontext()
+        self.replayed += int(micro.valid.sum())
+        experts, valid = (torch.as_tensor(a, device=self.accelerator.device) for a in (micro.experts, micro.valid))
+        return self.routers.replaying(experts.long(), valid)
+
+    def _packing(self) -> Callable[[Iterable[Sample], int], list[Micro]]:
+        """How samples become micro-batches: as trees, unless that was not asked for or the model's layers cannot."""
+        if self.settings.packing == "rows" or (self.settings.packing == "auto" and why_not(self.model.config)):
+            return rows
+        enable(self.model)
+        return forests
+
+    def planned(self, batch: Batch) -> int:
+        """How many tokens `run` will read; an estimate where it may change the advantages."""
+        trained, others = _split(batch)
+        parts = self._minibatches(trained)
+        total = _length(trained)
+        if self.settings.loss == "gspo":
+            total += sum(_length(part) for part in parts[1:])
+        if self.settings.kl == "k1-reward":
+            return total + _length(batch.samples)
+        if self.settings.loss != "sft":
+            total += _length(self.some(others))
+        return total + (_length(trained) if needs_old(self.settings, len(parts)) else 0)
+
+    def score(self, batch: Batch, samples: Sequence[Sample], into: np.ndarray | None = None) -> None:
+        """Fill `into`, by default `old`, for the targets of `samples`, without gradients."""
+        import torch
+
+        into = batch.tokens.old if into is None else into
+
         with torch.no_grad():
-            for micro in micro_batches(samples, self.settings.tokens_per_batch):
-                logprobs, index = self._logprobs(batch, micro)
-                batch.tokens.old[index] = logprobs.float().cpu().numpy()
+            for micro in self.pack(samples, self.settings.tokens_per_batch):
+                with self._replaying(micro):
+                    logprobs, index = self._logprobs(batch, micro)
+                into[index] = logprobs.float().cpu().numpy()
 
     def some(self, samples: list[Sample]) -> list[Sample]:
         """A random part of `samples` that reads at most `gate_tokens` tokens."""
@@ -93,54 +161,40 @@ class Trainer:
         parts = np.array_split(order, min(self.settings.minibatches, max(1, len(order))))
         return [[sample for attempt in part for sample in by_attempt[attempt]] for part in parts if len(part)]
 
-    def _backward(self, batch: Batch, samples: list[Sample]) -> float:
-        """Add the gradient of one minibatch's loss; fill train, ratio, weight, clipped, and old where it is not yet."""
-        import torch
-
-        tokens, settings = batch.tokens, self.settings
+    def _backward(self, batch: Batch, samples: list[Sample], current: np.ndarray) -> float:
+        """Add the gradient of one minibatch's loss, and let it write down what it did; return the loss."""
         entries = np.concatenate([sample.index for sample in samples])
-        scales = np.zeros(len(tokens))
-        scales[entries] = token_scales(settings.loss, tokens.attempt[entries])
+        objective = Objective(self.settings, batch.tokens, entries, current)
         total = 0.0
-        for micro in micro_batches(samples, settings.tokens_per_batch):
-            theta, index = self._logprobs(batch, micro)
-            old, sampler, advantage, scale = (
-                torch.as_tensor(column[index], dtype=theta.dtype, device=theta.device)
-                for column in (tokens.old, tokens.sampler, tokens.advantage, scales)
-            )
-            old = torch.where(old.isnan(), theta.detach(), old)
-            weight, masked = importance_weights(old, sampler, settings.is_cap, settings.is_mode)
-            losses, ratio, clipped = token_losses(theta, old, weight, advantage, settings.clip_low, settings.clip_high)
-            loss = (losses * scale).sum()
-            self.accelerator.backward(loss)
+        for micro in self.pack(samples, self.settings.tokens_per_batch):
+            with self._replaying(micro):
+                theta, index = self._logprobs(batch, micro)
+                loss = objective(theta, index)
+                self.accelerator.backward(loss)
             total += float(loss.detach())
-            for column, values in (
-                (tokens.old, old), (tokens.train, theta), (tokens.ratio, ratio),
-                (tokens.weight, weight), (tokens.clipped, clipped),
-            ):  # fmt: skip
-                column[index] = values.detach().float().cpu().numpy()
-            tokens.reason[index[masked.cpu().numpy()]] = "masked"
         return total
 
-    def _logprobs(self, batch: Batch, micro: list[Sample]) -> tuple[Any, np.ndarray]:
+    def _logprobs(self, batch: Batch, micro: Micro) -> tuple[Any, np.ndarray]:
         """Log-probabilities of one micro-batch's targets, and their entries in the token table.
 
         A path longer than the token budget recomputes its activations layer by layer, so that its memory stays bounded.
         """
         import torch
 
-        ids, rows, positions, index = padded(micro)
-        recompute = self.settings.gradient_checkpointing or ids.size > self.settings.tokens_per_batch
+        index = micro.index
+        recompute = self.settings.gradient_checkpointing or micro.ids.size > self.settings.tokens_per_batch
         if recompute and torch.is_grad_enabled():
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
-        places = (ids, rows, positions, batch.tokens.token[index], batch.tokens.temperature[index])
+        places = (
+            micro.ids, micro.rows, micro.positions, batch.tokens.token[index], batch.tokens.temperature[index]
+        )  # fmt: skip
         tensors = [torch.as_tensor(a, device=self.accelerator.device) for a in places]
         tensors[3] = tensors[3].long()
         with self.accelerator.autocast():
-            logprobs = target_logprobs(self.model, *tensors)
+            logprobs = target_logprobs(self.model, *tensors, forest=micro.forest)
         self.model.eval()
-        self.progress(_length(micro))
+        self.progress(micro.tokens)
         broken = torch.nonzero(~torch.isfinite(logprobs.detach())).flatten()
         if len(broken):
             entry = index[int(broken[0])]
@@ -167,6 +221,10 @@ def _split(batch: Batch) -> tuple[list[Sample], list[Sample]]:
     trained = [sample for sample in batch.samples if batch.tokens.reason[sample.index[0]] == TRAINED]
     others = [sample for sample in batch.samples if batch.tokens.reason[sample.index[0]] != TRAINED]
     return trained, others
+
+
+def _unscored(batch: Batch, samples: list[Sample]) -> list[Sample]:
+    return [sample for sample in samples if np.isnan(batch.tokens.old[sample.index]).any()]
 
 
 def _length(samples: Iterable[Sample]) -> int:

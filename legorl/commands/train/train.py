@@ -1,6 +1,6 @@
 """One step from rows to a checkpoint folder: batch, update, gate, files.
 
-    record = train(rows, open_checkpoint(model), out, settings, keep=3)
+    record = train(rows, open_checkpoint(model), out, settings, keep=3, reference=None)
 
 A step with nothing to train is a step: the new checkpoint holds the same weights under the next version.
 """
@@ -9,14 +9,14 @@ import json
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from legorl.checkpoint import Checkpoint, ModelError
 from legorl.commands.train import gate, save
 from legorl.commands.train.batch import Batch, ModelFacts, make_batch
-from legorl.commands.train.rows import BatchError, digest_of
+from legorl.commands.train.rows import BatchError, CheckError, digest_of
 from legorl.commands.train.settings import Settings
 from legorl.commands.train.updates import batch_figures, updates_table
 from legorl.shards import check_settings
@@ -32,11 +32,14 @@ def facts_of(checkpoint: Checkpoint) -> ModelFacts:
     return ModelFacts(checkpoint.version, checkpoint.digest, int(config["vocab_size"]), context, tokenizer)
 
 
-def configuration_of(settings: Settings, checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def configuration_of(
+    settings: Settings, checkpoint: Checkpoint, rows: list[dict[str, Any]], reference: Checkpoint | None = None
+) -> dict[str, Any]:
     """What a checkpoint is made from, as its record keeps it: equal configurations give equal weights."""
     return asdict(settings) | {
         "model_digest": checkpoint.digest,
         "model_version": checkpoint.version,
+        "kl_ref_digest": reference.digest if reference else None,
         "inputs": digest_of(rows),
     }
 
@@ -49,33 +52,79 @@ def finished(out: Path, configuration: dict[str, Any]) -> dict[str, Any] | None:
     return record
 
 
+def with_constant(settings: Settings, rows: list[dict[str, Any]]) -> Settings:
+    """dr_grpo's constant, where none was given: the largest limit on sampled tokens that an attempt had."""
+    if settings.loss != "dr_grpo" or settings.dr_constant is not None:
+        return settings
+    limits = [((row["budgets"] or {}).get("tokens") or {}).get("limit") for row in rows]
+    if not any(limits):
+        raise BatchError("dr_grpo divides by a constant, and no row has a limit on its tokens; give --dr-constant")
+    return replace(settings, dr_constant=max(limit for limit in limits if limit))
+
+
+def check_reference(reference: Checkpoint, checkpoint: Checkpoint) -> None:
+    """Raise CheckError unless the two models read the same tokens."""
+    ours, theirs = facts_of(checkpoint), facts_of(reference)
+    if ours.vocabulary != theirs.vocabulary:
+        raise CheckError(
+            f"{reference.path}: has a vocabulary of {theirs.vocabulary}, the model to train one of {ours.vocabulary}; "
+            "give --kl-ref a model of the same family"
+        )
+    if ours.tokenizer_digest and theirs.tokenizer_digest and ours.tokenizer_digest != theirs.tokenizer_digest:
+        raise CheckError(f"{reference.path}: has another tokenizer than the model to train; give --kl-ref one like it")
+
+
 def train(
     rows: list[dict[str, Any]], checkpoint: Checkpoint, out: Path, settings: Settings, keep: int = 3,
     require_signal: bool = False, tell: Callable[[str], object] = lambda words: None,
     progress: Callable[[int], Callable[[int], object]] = lambda total: lambda done: None,
+    reference: Checkpoint | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Take the step, or find it taken; return the checkpoint's record.
 
     `tell` gets words for the user; `progress` gets the number of tokens to read and returns what is called as they are
-    read. Raises BatchError, CheckError (GateError among them), ModelError, ShardError; nothing is at `out` then.
+    read; `reference` is the model of the KL term, where settings.kl names one.
+
+    Raises BatchError, CheckError (GateError among them), ModelError, ShardError; nothing is at `out` then.
     """
     if not rows:
         raise BatchError("the shards hold no attempt; give graded shards")
-    configuration = configuration_of(settings, checkpoint, rows)
+    settings = with_constant(settings, rows)
+    configuration = configuration_of(settings, checkpoint, rows, reference)
     if done := finished(out, configuration):
         return done
     with save.staging(out) as stage:
         if done := finished(out, configuration):
             return done
-        batch = make_batch(rows, facts_of(checkpoint), settings.max_lag)
-        if require_signal and not batch.trained().any():
-            raise BatchError(f"nothing to train ({reasons(batch)}), and --require-signal was given")
-        return _step(batch, checkpoint, out, stage, configuration, settings, keep, tell, progress)
+        batch = make_batch(rows, facts_of(checkpoint), settings.max_lag, settings.loss, settings.overlong)
+        if require_signal and settings.kl != "k1-reward":  # which may yet make rewards differ
+            require(batch)
+        if reference and batch.samples:
+            check_reference(reference, checkpoint)
+            _score_reference(batch, settings, reference)
+        return _step(batch, checkpoint, out, stage, configuration, settings, keep, tell, progress, require_signal)
+
+
+def require(batch: Batch) -> None:
+    """Raise BatchError if there is nothing to train."""
+    if not batch.trained().any():
+        raise BatchError(f"nothing to train ({reasons(batch)}), and --require-signal was given")
+
+
+def _score_reference(batch: Batch, settings: Settings, reference: Checkpoint) -> None:
+    """Fill `ref`. The reference's model is gone again before the policy is loaded."""
+    from legorl.commands.train.step import Trainer
+    from legorl.model import load_model
+
+    trained = batch.trained()
+    needed = [s for s in batch.samples if settings.kl == "k1-reward" or trained[s.index[0]]]
+    if needed:
+        Trainer(settings, load_model(reference.folder, "fp32")).score(batch, needed, batch.tokens.ref)
 
 
 def _step(
     batch: Batch, checkpoint: Checkpoint, out: Path, stage: Any, configuration: dict[str, Any], settings: Settings,
-    keep: int, tell: Callable[[str], object], progress: Callable[[int], Callable[[int], object]],
+    keep: int, tell: Callable[[str], object], progress: Callable[[int], Callable[[int], object]], signal: bool,
 ) -> dict[str, Any]:  # fmt: skip
     import torch
 
@@ -102,20 +151,20 @@ def _step(
     figures: dict[str, float] = {}
 
     def check() -> None:
+        if settings.loss == "sft":
+            return
         figures.update(gate.measure(batch))
         if settings.gate:
             _check_gate(batch, figures, settings, checkpoint, tell)
 
     figures |= trainer.run(batch, check)
     batch.check_sums()
+    if signal and "loss" not in figures:
+        require(batch)
     seconds = time.monotonic() - loaded
     figures |= batch_figures(batch)
-    figures |= {
-        "lr": settings.lr,
-        "is_cap": settings.is_cap,
-        "clip_low": settings.clip_low,
-        "clip_high": settings.clip_high,
-    }
+    numbers = ("lr", "is_cap", "clip_low", "clip_high", "kl_coef", "dr_constant")
+    figures |= {name: float(value) for name in numbers if (value := getattr(settings, name)) is not None}
     figures |= {"time/load_s": loaded - started, "time/step_s": seconds, "time/read_tokens_per_s": read / seconds}
     figures["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     moved = "loss" in figures

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from legorl import schema
-from legorl.commands.train.batch import Batch, is_valid
+from legorl.commands.train.batch import UNKNOWN_LAG, Batch, is_valid
 
 
 def updates_table(batch: Batch, step: int, digest_in: str, digest_out: str | None) -> Any:
@@ -38,7 +38,7 @@ def updates_table(batch: Batch, step: int, digest_in: str, digest_out: str | Non
         "weight": floats(tokens.weight),
         "advantage": floats(tokens.advantage),
         "clipped": pa.array(tokens.clipped == 1, pa.bool_(), mask=tokens.clipped < 0),
-        "lag": pa.array(tokens.lag),
+        "lag": pa.array(tokens.lag, mask=tokens.lag == UNKNOWN_LAG),
         "reason": pa.array(tokens.reason, pa.string()),
     }
     return pa.table(columns, schema=schema.UPDATE)
@@ -75,13 +75,18 @@ def batch_figures(batch: Batch) -> dict[str, float]:
         figures["reward/mean"] = float(np.mean([row["reward"] for row in valid]))
     done = ~np.isnan(tokens.train)
     if done.any():
-        weight = tokens.weight[done].astype(np.float64)
-        figures |= {
-            "ratio/mean": float(tokens.ratio[done].astype(np.float64).mean()),
-            "clip/fraction": float((tokens.clipped[done] == 1).mean()),
-            "weight/mean": float(weight.mean()),
-            "weight/max": float(weight.max()),
-            "lag/mean": float(tokens.lag[done].mean()),
-            "entropy/sampled": float(-tokens.train[done].astype(np.float64).mean()),
-        }
+        figures["entropy/sampled"] = float(-tokens.train[done].astype(np.float64).mean())
+        weight, ratio = (column[done].astype(np.float64) for column in (tokens.weight, tokens.ratio))
+        if np.isfinite(weight).all():  # sft has none of these
+            figures |= {
+                "ratio/mean": float(ratio.mean()),
+                "weight/mean": float(weight.mean()),
+                "weight/max": float(weight.max()),
+                "lag/mean": float(tokens.lag[done].mean()),
+            }
+        if (tokens.clipped[done] >= 0).all():
+            figures["clip/fraction"] = float((tokens.clipped[done] == 1).mean())
+        gap = tokens.ref[done].astype(np.float64) - tokens.train[done]
+        if np.isfinite(gap).all():
+            figures |= {"kl/k1": float(-gap.mean()), "kl/k3": float((np.exp(gap) - gap - 1).mean())}
     return figures
