@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from legorl.options import CHECK, CONTEXT, Command, Failure, command, emit, json_option, say
+from legorl.options import CHECK, CONTEXT, Command, Failure, command, emit, json_option, podman_option, say
 
 
 @command("python -m legorl.sandbox", group=True)
@@ -32,17 +32,22 @@ def setup() -> None:
 
 
 @main.command("probe", cls=Command, context_settings=CONTEXT)
+@podman_option
 @json_option
-def probe(as_json: bool) -> None:
+def probe(podman: tuple[str, ...], as_json: bool) -> None:
     """Try every wall and limit; one line each on stdout."""
-    from legorl.sandbox.probe import probe
+    from legorl.sandbox.hosts import probe_hosts
 
-    checks = asyncio.run(probe())
-    for name, check in checks.items():
-        row = {"name": name, "ok": check.ok, "detail": check.detail}
-        emit(json.dumps(row) if as_json else f"{name:12} {'ok' if check.ok else 'NOT ENFORCED':12}  {check.detail}")
-    if failed := [name for name, check in checks.items() if not check.ok]:
-        raise Failure(f"not enforced on this machine: {', '.join(failed)}", CHECK)
+    seen = asyncio.run(probe_hosts(podman))
+    for host, checks in seen.items():
+        for name, check in checks.items():
+            row = {"name": name, "ok": check.ok, "detail": check.detail, **({"host": host} if podman else {})}
+            line = f"{name:12} {'ok' if check.ok else 'NOT ENFORCED':12}  {check.detail}"
+            emit(json.dumps(row) if as_json else line + (f"  ({host})" if len(podman) > 1 else ""))
+    for host, checks in seen.items():
+        if failed := [name for name, check in checks.items() if not check.ok]:
+            where = host if podman else "this machine"
+            raise Failure(f"not enforced on {where}: {', '.join(failed)}", CHECK)
 
 
 @main.command("reap", cls=Command, context_settings=CONTEXT)

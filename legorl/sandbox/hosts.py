@@ -30,7 +30,7 @@ log = logging.getLogger("legorl.sandbox")
 
 
 @dataclass
-class _Place:
+class Place:
     """A host and how it fares. `host` is None for this machine's own Podman."""
 
     host: RemoteHost | None
@@ -54,8 +54,8 @@ class _Place:
 class Hosts:
     """Made by open_hosts."""
 
-    def __init__(self, places: Sequence[_Place], alone: bool) -> None:
-        self._places = places
+    def __init__(self, places: Sequence[Place], alone: bool) -> None:
+        self.places = places
         self._alone = alone  # this machine's own Podman and no other: what fails there, fails
 
     async def ensure_ready(self, wanted: Collection[Limits]) -> None:
@@ -63,10 +63,10 @@ class Hosts:
 
         Raises LimitsError where one is not, or where one of `wanted` is more than a host has.
         """
-        await asyncio.gather(*(self._ready(place, wanted) for place in self._places if not place.gone))
+        await asyncio.gather(*(self._ready(place, wanted) for place in self.places if not place.gone))
         self._left()
 
-    async def _ready(self, place: _Place, wanted: Collection[Limits]) -> None:
+    async def _ready(self, place: Place, wanted: Collection[Limits]) -> None:
         try:
             for limits in wanted or (None,):
                 await probe.ensure_ready(limits, place.host)
@@ -97,7 +97,7 @@ class Hosts:
             if box is not None and box.lost:
                 await self._judge(place)
 
-    async def _judge(self, place: _Place, error: SandboxError | None = None) -> None:
+    async def _judge(self, place: Place, error: SandboxError | None = None) -> None:
         """A sandbox was lost, or could not be opened: is it the host?"""
         if self._alone or place.gone:
             return
@@ -106,18 +106,18 @@ class Hosts:
         elif place.failures >= FAILURES:
             self._set_aside(place, f"{FAILURES} sandboxes in a row could not be opened, the last for: {error}")
 
-    def _set_aside(self, place: _Place, why: str) -> None:
+    def _set_aside(self, place: Place, why: str) -> None:
         if not place.gone:
             place.gone = True
-            left = sum(not each.gone for each in self._places)
+            left = sum(not each.gone for each in self.places)
             log.warning(
-                "going on without the Podman host %s: %s (%d of %d left)", place.label, why, left, len(self._places)
+                "going on without the Podman host %s: %s (%d of %d left)", place.label, why, left, len(self.places)
             )
 
-    def _left(self) -> list[_Place]:
-        left = [place for place in self._places if not place.gone]
+    def _left(self) -> list[Place]:
+        left = [place for place in self.places if not place.gone]
         if not left:
-            names = ", ".join(place.label for place in self._places)
+            names = ", ".join(place.label for place in self.places)
             raise HostsGone(f"no Podman host is left of {names}; see to them and run this again, it continues")
         return left
 
@@ -132,11 +132,11 @@ async def open_hosts(urls: Sequence[str] = ()) -> AsyncIterator[Hosts]:
     found = await asyncio.gather(*(_reach(name) for name in names), return_exceptions=True)
     async with contextlib.AsyncExitStack() as stack:
         for place in found:
-            if isinstance(place, _Place) and place.host is not None:
+            if isinstance(place, Place) and place.host is not None:
                 stack.push_async_callback(place.host.close)
         places = []
         for name, place in zip(names, found, strict=True):
-            if isinstance(place, _Place):
+            if isinstance(place, Place):
                 places.append(place)
             elif isinstance(place, SandboxError) and not isinstance(place, PodmanMissing):
                 log.warning("going on without the Podman host %s: %s", name, place)
@@ -147,5 +147,13 @@ async def open_hosts(urls: Sequence[str] = ()) -> AsyncIterator[Hosts]:
         yield Hosts(places, alone=names == [LOCAL])
 
 
-async def _reach(name: str) -> _Place:
-    return _Place(None if name == LOCAL else await connect(name))
+async def probe_hosts(urls: Sequence[str] = ()) -> dict[str, dict[str, probe.Check]]:
+    """Return what the probe of each host finds now, by its URL. Raises SandboxError for one that opens no sandbox."""
+    async with open_hosts(urls) as hosts:
+        places = hosts.places
+        found = await asyncio.gather(*(probe.probe(place.seat) for place in places))
+    return {place.label: checks for place, checks in zip(places, found, strict=True)}
+
+
+async def _reach(name: str) -> Place:
+    return Place(None if name == LOCAL else await connect(name))

@@ -1,9 +1,10 @@
 """lego-grade: grade the patches of trajectory shards in fresh sandboxes against hidden tests."""
 
 import asyncio
+import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from legorl.options import (
     option,
     out_option,
     paths_argument,
+    podman_option,
     quiet,
     say,
+    shard_option,
 )
+from legorl.share import Share
 
 GRADER = f"lego-grade {__version__}"
 
@@ -35,8 +39,19 @@ GRADER = f"lego-grade {__version__}"
 @option("-c", "--concurrency", type=click.IntRange(1), default=2, help="Attempts graded at once.")
 @option("--retries", type=click.IntRange(0), default=2, help="Further tries of an attempt when grading itself fails.")
 @max_lost_option
+@podman_option
+@shard_option
 @explain_option
-def main(paths: tuple[str, ...], out: Path, concurrency: int, retries: int, max_lost: float, explain: bool) -> int:
+def main(
+    paths: tuple[str, ...],
+    out: Path,
+    concurrency: int,
+    retries: int,
+    max_lost: float,
+    podman: tuple[str, ...],
+    shard: Share,
+    explain: bool,
+) -> int:
     """Grade the patches of trajectory shards in fresh sandboxes against their tasks' hidden tests.
 
     \b
@@ -51,7 +66,15 @@ def main(paths: tuple[str, ...], out: Path, concurrency: int, retries: int, max_
     """
     if explain:
         options.explain(
-            {"grader": GRADER, "out": out, "concurrency": concurrency, "retries": retries, "max_lost": max_lost}
+            {
+                "grader": GRADER,
+                "out": out,
+                "concurrency": concurrency,
+                "retries": retries,
+                "max_lost": max_lost,
+                "podman": podman,
+                "shard": shard.setting,
+            }
         )
         return 0
     arriving = each_path(paths)
@@ -60,14 +83,14 @@ def main(paths: tuple[str, ...], out: Path, concurrency: int, retries: int, max_
         raise Failure("no shard arrived; the stage before made none")
     from legorl.shards import OutDir
 
-    with OutDir(out, {"grader": GRADER}):
-        return options.run(_Grading(out, concurrency, retries).run(chain([first], arriving), max_lost))
+    with OutDir(out, {"grader": GRADER, "shard": shard.setting}):
+        return options.run(_Grading(out, concurrency, retries, shard).run(chain([first], arriving), max_lost, podman))
 
 
 class _Grading:
     """One run of the command: what it has seen and counted."""
 
-    def __init__(self, out: Path, concurrency: int, retries: int) -> None:
+    def __init__(self, out: Path, concurrency: int, retries: int, share: Share) -> None:
         from tqdm import tqdm
 
         from legorl.commands.grade.grading import programs_dir
@@ -76,6 +99,8 @@ class _Grading:
 
         self.out = out
         self.retries = retries
+        self.share = share
+        self.hosts: Any = None
         self.rows = asyncio.Semaphore(concurrency)
         self.shards = asyncio.Semaphore(concurrency)  # as many in memory; the rest waits as paths
         self.tasks = Tasks()
@@ -84,17 +109,24 @@ class _Grading:
         self.programs = programs_dir()
         self.probed = asyncio.Lock()
         self.ready: set[Any] = set()
-        self.resolved = self.unresolved = self.lost = self.kept = 0
+        self.images: dict[str, asyncio.Future[None]] = {}
+        self.resolved = self.unresolved = self.lost = self.kept = self.canaries = 0
+        self.cheats: list[str] = []  # attempts that passed a canary
         self.bar = tqdm(unit="attempt", file=sys.stderr, disable=quiet() or not sys.stderr.isatty(), leave=False)
 
-    async def run(self, arriving: Iterator[str], max_lost: float) -> int:
+    async def run(self, arriving: Iterator[str], max_lost: float, podman: Sequence[str]) -> int:
         """Grade the shards as their paths arrive; return the exit code."""
-        queue = _from_thread(arriving)
+        from legorl.sandbox.hosts import open_hosts
+
+        queue, position = _from_thread(arriving), itertools.count()
         try:
-            async with asyncio.TaskGroup() as group:
+            async with open_hosts(podman) as self.hosts, asyncio.TaskGroup() as group:
                 while (path := await queue.get()) is not None:
                     if isinstance(path, BaseException):
                         raise path
+                    if not self.share.holds(next(position)):
+                        self._see(path)
+                        continue
                     await self.shards.acquire()
                     group.create_task(self._shard(path))
         except BaseExceptionGroup as errors:
@@ -103,11 +135,21 @@ class _Grading:
             self.bar.close()
         graded = self.resolved + self.unresolved
         say(f"graded {graded}: {self.resolved} resolved; {self.kept} take no grade, {self.lost} lost to infrastructure")
+        if self.canaries:
+            cheats = f": {' '.join(self.cheats)}" if self.cheats else ""
+            say(f"{len(self.cheats)} of {self.canaries} attempts at impossible tasks (canaries) passed{cheats}")
         if complaint := self.tally.complaint():
             raise Failure(complaint)
         if self.lost > max_lost * (graded + self.lost):
             raise Failure(f"{self.lost} of {graded + self.lost} attempts could not be graded; run again to retry", LOST)
         return 0
+
+    def _see(self, path: Path) -> None:
+        """Another job's shard: count that it is there."""
+        from legorl.shards import open_shard
+
+        shard = open_shard(path)
+        self.tally.add(shard, [row["attempt_id"] for row in shard.rows(["attempt_id"])])
 
     async def _shard(self, path: Path) -> None:
         try:
@@ -130,7 +172,7 @@ class _Grading:
         facts = rows.facts_of(table)
         earlier = rows.earlier_grades(target, GRADER)
         self.tally.add(shard, [row["attempt_id"] for row in facts])
-        self.bar.total = self.tally.planned
+        self.bar.total = -(-self.tally.planned // self.share.count)
         jobs = [(row, rows.job_of(row, self.tasks)) for row in facts]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._row(row, job, earlier.changes)) for row, job in jobs]
@@ -154,23 +196,29 @@ class _Grading:
         changes = earlier.get(rows.key_of(row))
         if changes is None:
             async with self.rows:
-                await self._ensure_ready(job.task.limits)
-                verdict = await grading.grade(job, self.programs, self.retries)
+                await self._ensure_ready(job.task)
+                verdict = await grading.grade(job, self.programs, self.retries, self.hosts.open)
             changes = rows.changes_of(verdict, GRADER)
         self.resolved += changes.get("resolved") is True
         self.unresolved += changes.get("resolved") is False
-        self.lost += changes.get("reward") is None
+        self.lost += changes.get("blame") == "infra"
+        self.kept += changes.get("blame") == "task"
+        self.canaries += "canary" in (changes.get("flags") or ())
+        self.cheats += [row["attempt_id"]] if "canary_passed" in (changes.get("flags") or ()) else []
         self.bar.update()
         return changes
 
-    async def _ensure_ready(self, limits: Any) -> None:
-        """Refuse to grade where limits are not enforced. Asked only when something is left to grade."""
-        from legorl.sandbox import ensure_ready
+    async def _ensure_ready(self, task: Any) -> None:
+        """Refuse to grade where limits are not enforced; make the image. Asked only when something is left to grade."""
+        from legorl.sandbox import prepare
 
         async with self.probed:
-            if limits not in self.ready:
-                await ensure_ready(limits)
-                self.ready.add(limits)
+            if task.limits not in self.ready:
+                await self.hosts.ensure_ready({task.limits})
+                self.ready.add(task.limits)
+        if task.image not in self.images:
+            self.images[task.image] = asyncio.ensure_future(prepare([task.image], say))
+        await self.images[task.image]
 
 
 def _first(error: BaseException) -> BaseException:
