@@ -5,13 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands.train_rows import VOCABULARY, tiny_llama
-from hypothesis import given, settings
+from commands.train_rows import VOCABULARY, World, tiny_llama
+from hypothesis import given
+from hypothesis import settings as tests
 from hypothesis import strategies as st
 from trees import trees
 
 from legorl import attention, tree
+from legorl.commands.train.batch import make_batch
+from legorl.commands.train.loss import LOSSES
 from legorl.commands.train.pack import Micro, Sample, forests, rows, samples_of
+from legorl.commands.train.settings import Settings, resolve
+from legorl.commands.train.train import facts_of
 from legorl.model import load_model, target_logprobs
 
 LAYERS, TOPK = 2, 2
@@ -42,7 +47,7 @@ def contexts(micro: Micro) -> dict[int, list[int]]:
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 60))
-@settings(max_examples=100, deadline=None)
+@tests(max_examples=100, deadline=None)
 def test_every_target_stands_once_behind_its_own_path_whatever_the_packing(attempts, budget):
     samples: list[Sample] = []
     wanted: dict[int, list[int]] = {}
@@ -68,7 +73,7 @@ def test_every_target_stands_once_behind_its_own_path_whatever_the_packing(attem
 
 
 @given(trees(), trees(), st.integers(1, 60), st.data())
-@settings(max_examples=60, deadline=None)
+@tests(max_examples=60, deadline=None)
 def test_recorded_experts_come_with_the_tokens_of_their_own_path(one, other, budget, data):
     samples = []
     for number, turns in enumerate((one, other)):
@@ -175,6 +180,51 @@ def test_trees_cut_trees_and_rows_give_the_same_logprobs_and_gradients(kind, tmp
         assert len(gradients) == len(other) > 10
         for one, two in zip(gradients, other, strict=True):
             np.testing.assert_allclose(two, one, rtol=0, atol=tolerance * max(1.0, float(np.abs(one).max())))
+
+
+def step(world, settings: Settings, rows: list[dict], facts) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients of the step that a Trainer takes in float64."""
+    from legorl.commands.train.step import Trainer
+
+    model = load_model(world.checkpoint.folder, "fp64")
+    keep_float64(model)
+    trainer = Trainer(settings, model)
+    batch = make_batch(rows, facts, 0, settings.loss)
+    gradients: dict[str, np.ndarray] = {}
+    trainer.optimizer.step = lambda: gradients.update(
+        {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+    )
+    return trainer.run(batch, lambda: None)["loss"], gradients
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_every_loss_and_its_gradient_is_the_same_whatever_the_packing(loss, tmp_path_factory):
+    world = World(tiny_llama(tmp_path_factory.mktemp("model") / "m"))
+    first = world.row("task-a", 0, 1.0, [(-1, None, 16, 4), (0, None, 3, 5), (0, 18, 4, 3), (1, 23, 0, 6)])
+    batch = [first, world.row("task-a", 1, 0.0, [(-1, None, 4, 3)]), *world.group([0.5, 1.0], "task-b")]
+    other = world.row("task-a", 2, 0.5, [(-1, None, 16, 4), (0, None, 3, 5)])
+    other["turns"][0]["context_ids"] = first["turns"][0]["context_ids"]  # siblings share their prompt
+    batch.append(world.score(other))
+    rng = np.random.default_rng(0)
+    for row in batch:
+        for turn in row["turns"]:
+            turn["logprobs"] = [min(0.0, value + rng.normal(0, 0.3)) for value in turn["logprobs"]]
+    batch.sort(key=lambda row: row["attempt_id"])
+    facts = facts_of(world.checkpoint)
+    given = {"loss": loss, "dr_constant": 32.0} if loss == "dr_grpo" else {"loss": loss}
+    if loss == "gspo":
+        given |= {"clip_low": 0.1, "clip_high": 0.1}  # its own are so narrow that nothing would be left here
+    if loss not in ("sft", "rloo", "reinforce"):
+        given["off_policy"] = "bypass"  # ratios other than 1, so that clips act
+    value, wanted = step(world, resolve(**given, packing="rows", tokens_per_batch=1), batch, facts)
+    assert max(np.abs(gradient).max() for gradient in wanted.values()) > 1e-4
+    for budget, packing in ((1000, "trees"), (30, "trees"), (1000, "rows")):
+        got, gradients = step(world, resolve(**given, packing=packing, tokens_per_batch=budget), batch, facts)
+        assert got == pytest.approx(value, rel=1e-9, abs=1e-9)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            scale = max(1.0, float(np.abs(gradient).max()))
+            np.testing.assert_allclose(gradients[name], gradient, rtol=0, atol=1e-9 * scale, err_msg=name)
 
 
 @pytest.mark.parametrize(

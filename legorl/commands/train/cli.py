@@ -88,6 +88,9 @@ def _pair(text: str | None) -> tuple[int, int] | None:
 @off_option(
     "--max-lag", type=click.IntRange(0), default=4, help="Leave out tokens sampled more steps before --model than this."
 )
+@off_option(
+    "--replay/--no-replay", default=True, help="Sparse models: use the experts that were recorded, not the trainer's."
+)
 @kl_option(
     "--kl",
     type=click.Choice(["none", "k1-reward", "k2", "k3"]),
@@ -105,7 +108,13 @@ def _pair(text: str | None) -> tuple[int, int] | None:
 @step_option("--weight-decay", type=click.FloatRange(0), default=0.0, help="Weight decay of AdamW.")
 @step_option("--grad-clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest norm of the gradient.")
 @memory_option(
-    "--tokens-per-batch", type=click.IntRange(1), default=2048, help="Tokens a micro-batch, padding counted."
+    "--packing",
+    type=click.Choice(["auto", "trees", "rows"]),
+    default="auto",
+    help="trees: read what attempts share once. rows: one path a row. auto: trees, where the model's layers allow it.",
+)
+@memory_option(
+    "--tokens-per-batch", type=click.IntRange(1), default=2048, help="Tokens a micro-batch: distinct ones, or of rows."
 )
 @memory_option(
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of the forward pass; weights stay fp32."
