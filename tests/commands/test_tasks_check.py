@@ -11,9 +11,9 @@ import pytest
 from legorl import options, schema, shards
 from legorl.commands.tasks import shell, snippets
 from legorl.commands.tasks.build import write_tasks
-from legorl.commands.tasks.check import attempts_of, judge
-from legorl.options import Failure
-from legorl.task import TaskError, load_task
+from legorl.commands.tasks.check import Finding, attempts_of, judge
+from legorl.commands.tasks.check_cli import MOST_LINES, _table
+from legorl.task import load_task
 
 TASKS = str(Path(sys.executable).with_name("lego-tasks"))
 NAMES = ("new", "gone", "kept")
@@ -24,7 +24,10 @@ def graded(*results: dict[str, str], reward: float | None = 0.0) -> list[dict]:
     return [
         {
             "attempt": number,
+            "outcome": "finished",
+            "blame": "model",
             "reward": reward,
+            "flags": [],
             "detail": "no sandbox",
             "tests": [{"id": f"tests/t.py::{name}", "wanted": "pass", "got": got} for name, got in result.items()],
         }
@@ -79,10 +82,39 @@ def test_what_counts_is_what_the_task_says_counts(task) -> None:
     assert judge(kind, rows).ok
 
 
-def test_what_was_not_graded_is_no_finding(task) -> None:
-    with pytest.raises(Failure, match="could not be graded \\(no sandbox\\)") as caught:
-        judge(task, graded(BEFORE, AFTER, reward=None))
-    assert caught.value.code == options.LOST
+def test_what_was_not_graded_is_lost_and_what_the_task_broke_is_its_own_fault(task) -> None:
+    rows = graded(BEFORE, AFTER, reward=None)
+    lost = judge(task, [row | {"outcome": "image_missing", "blame": "infra"} for row in rows])
+    assert not lost.ok and lost.lost == "could not be graded: image_missing, no sandbox" and lost.empty is None
+    broken = judge(task, [row | {"outcome": "task_broken", "blame": "task"} for row in rows])
+    assert not broken.ok and (broken.task, broken.lost) == ("no sandbox", None)
+
+
+def test_a_solution_that_does_not_apply_is_named_with_the_reason(task) -> None:
+    rows = graded(BEFORE, dict.fromkeys(NAMES, "missing"))
+    rows[1] |= {"outcome": "patch_unusable", "detail": "error: a.txt: No such file; b"}
+    assert judge(task, rows).faults() == [("solution", "solution.patch does not apply: error: a.txt: No such file, b")]
+
+
+def test_a_canary_holds_if_only_its_own_test_fails_with_the_solution(task) -> None:
+    canary = replace(task, labels={"canary": "tests/t.py::new"})
+    assert judge(task, graded(BEFORE, AFTER)).ok
+    assert judge(canary, graded(BEFORE, AFTER | {"new": "fail"})).ok
+    assert judge(canary, graded(BEFORE | {"new": "pass"}, AFTER | {"new": "fail"})).ok
+    assert judge(canary, graded(BEFORE, AFTER)).solution == "new makes it no canary: pass"
+    assert judge(canary, graded(BEFORE, AFTER | {"new": "fail", "gone": "fail"})).solution == "gone: fail"
+    rows = graded(BEFORE, AFTER | {"new": "fail"})
+    rows[0]["flags"] = ["canary", "canary_passed"]
+    assert judge(canary, rows).empty == "the canary passes"
+
+
+def test_the_table_names_each_fault_once_and_the_first_ones_only(task) -> None:
+    many = Finding("long", "p", empty="; ".join(f"t{n} passes already" for n in range(9)), solution="x: fail")
+    lines = list(_table([Finding("a", "p", lost="no disk"), many]))
+    assert [line.split()[0] for line in lines[:3]] == ["task", "a", "long"]
+    assert lines[1].endswith("lost          no disk") and len(lines) == 3 + MOST_LINES
+    assert lines[-1].strip() == "... and 4 more"
+    assert list(_table([])) == []
 
 
 def test_attempts_are_rows_of_the_schema(task, tmp_path: Path) -> None:
@@ -94,44 +126,73 @@ def test_attempts_are_rows_of_the_schema(task, tmp_path: Path) -> None:
     assert table.column("outcome").to_pylist() == ["no_changes", "finished"] * 2
 
 
-def test_a_task_without_a_solution_cannot_be_proved(task) -> None:
-    (task.path / "solution.patch").unlink()
-    with pytest.raises(TaskError, match=r"no solution\.patch"):
-        attempts_of(task, runs=1)
-
-
 @pytest.mark.podman
-def test_good_and_broken_tasks(made: list[Path], tmp_path: Path) -> None:
-    idle, spoiled = (
-        next(write_tasks([shell.make(kind, 0, "train", 7, 2)], tmp_path / "set")) for kind in ("append", "copy")
-    )
+def test_good_and_broken_tasks_and_canaries(made: list[Path], tmp_path: Path) -> None:
+    def one(kind: str) -> Path:
+        return next(write_tasks([shell.make(kind, 0, "train", 7, 2)], tmp_path / "set"))
+
+    idle, spoiled, unsolved, unbuilt, absent, false = map(one, ("append", "copy", "move", "sort", "unique", "create"))
     (spoiled / "solution.patch").write_bytes((idle / "solution.patch").read_bytes())  # of another task: does not apply
     tests = idle / "tests" / "test_task.py"
     name = load_task(idle).grade.fail_to_pass[0].partition("::")[2]
     tests.write_text(tests.read_text() + f"\n\ndef {name}():\n    pass\n")
-    arguments = ["check", "-", "--runs", "1", "-c", "3", "--out", str(tmp_path / "work"), "--json"]
-    paths = "\n".join(map(str, [*made, idle, spoiled]))
+    (unsolved / "solution.patch").unlink()
+    (unbuilt / "environment").mkdir()
+    (unbuilt / "environment" / "Dockerfile").write_text("FROM localhost/legorl-base:1\nRUN echo whoops >&2; exit 3\n")
+    for task, line in ((unbuilt, 'image = "environment/Dockerfile"'), (absent, 'image = "localhost/legorl-absent:1"')):
+        toml = (task / "task.toml").read_text()
+        (task / "task.toml").write_text(toml + ("" if "[sandbox]" in toml else "[sandbox]\n") + line + "\n")
+    toml = (false / "task.toml").read_text()
+    only = load_task(false).grade.fail_to_pass[0]
+    assert "[labels]\n" in toml
+    (false / "task.toml").write_text(toml.replace("[labels]\n", f'[labels]\ncanary = "{only}"\n'))
+    folder = tmp_path / "set" / "no-task"
+    folder.mkdir()
+    (folder / "task.toml").write_text("format = 1\n")
+
+    broken = [idle, spoiled, unsolved, unbuilt, absent, false, folder]
+    arguments = ["check", "-", "--runs", "1", "-c", "4", "--out", str(tmp_path / "work"), "--canary", "0.1"]
+    paths = "\n".join(map(str, [*made, *broken]))
     done = subprocess.run([TASKS, *arguments], input=paths, capture_output=True, text=True)
     assert done.returncode == options.CHECK, done.stderr
-    found = {each["id"]: each for each in map(json.loads, done.stdout.splitlines())}
+    canaries = sorted(set(done.stdout.splitlines()) - set(map(str, made)))
+    assert sorted([*map(str, made), *canaries]) == sorted(done.stdout.splitlines()), done.stderr
+    assert len(canaries) == 1 and canaries[0].startswith(str(tmp_path / "work" / "canaries"))
+    assert load_task(canaries[0]).canary.endswith("_2")
+    assert f"{len(made) + 1} of {len(made) + len(broken) + 1} tasks hold" in done.stderr
+    assert "1 of 2 canaries are impossible" in done.stderr
+
+    found = {json.loads(line)["id"]: json.loads(line) for line in _again(arguments, paths)}
     assert [found[path.name]["ok"] for path in made] == [True] * len(made)
-    assert found[idle.name]["empty"] == f"{name} passes already"
-    assert found[idle.name]["solution"] is None
-    assert found[spoiled.name]["empty"] is None
-    assert "missing" in found[spoiled.name]["solution"]
-    assert f"{len(made)} of {len(found)} tasks hold" in done.stderr
+    assert (found[idle.name]["empty"], found[idle.name]["solution"]) == (f"{name} passes already", None)
+    assert found[spoiled.name]["solution"].startswith("solution.patch does not apply: grading: error: ")
+    assert found[unsolved.name]["task"].startswith("no solution.patch")
+    assert "whoops" in found[unbuilt.name]["task"] and "exit status 3" in found[unbuilt.name]["task"]
+    assert "image_missing" in found[absent.name]["lost"] and "localhost/legorl-absent:1" in found[absent.name]["lost"]
+    assert found[false.name]["empty"] == found[false.name]["solution"] == "the canary passes"
+    assert "format 1" in found[folder.name]["task"]
+    for task in broken:
+        assert task.name in done.stderr.splitlines()[-1] or task == absent
+    flags = {row["attempt"]: (row["reward"], row["resolved"], row["flags"]) for row in _rows(tmp_path / "work", false)}
+    assert flags == {0: (0.0, False, ["canary"]), 1: (0.0, False, ["canary", "canary_passed"])}
 
-    # Again: nothing is graded twice, and the same is found.
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "graded").glob("*.parquet")}
-    again = subprocess.run([TASKS, *arguments], input=paths, capture_output=True, text=True)
-    assert sorted(again.stdout.splitlines()) == sorted(done.stdout.splitlines())
+
+def _again(arguments: list[str], paths: str) -> list[str]:
+    """Check again, for JSON: what was graded is not graded twice, and the same is found."""
+    graded = Path(arguments[arguments.index("--out") + 1]) / "graded"
+    shards_of = {path: shards.open_shard(path).rows(["reward"]) for path in graded.glob("*.parquet")}
+    before = {path: path.stat().st_mtime_ns for path, rows in shards_of.items() if rows[0]["reward"] is not None}
+    assert len(before) == len(shards_of) - 2
+    done = subprocess.run([TASKS, *arguments, "--json"], input=paths, capture_output=True, text=True)
+    assert done.returncode == options.CHECK, done.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before
+    return done.stdout.splitlines()
 
 
-@pytest.mark.podman
-def test_a_table_for_people(made: list[Path]) -> None:
-    done = subprocess.run([TASKS, "check", made[0], "--runs", "1"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    head, line = done.stdout.splitlines()
-    assert head.split() == ["task", "empty", "solution"]
-    assert line.split() == [made[0].name, "ok", "ok"]
+def _rows(work: Path, task: Path) -> list[dict]:
+    return shards.open_shard(work / "graded" / f"check.0.check.{task.name}.parquet").rows()
+
+
+def test_canaries_need_a_place_to_stay(tmp_path: Path) -> None:
+    done = subprocess.run([TASKS, "check", str(tmp_path), "--canary", "0.1"], capture_output=True, text=True)
+    assert done.returncode == options.USAGE and "--out" in done.stderr

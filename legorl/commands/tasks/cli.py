@@ -1,19 +1,17 @@
 """lego-tasks: make, list and prove task sets."""
 
-import contextlib
 import json
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from legorl.commands.tasks.check_cli import check
 from legorl.commands.tasks.import_cli import import_group
 from legorl.commands.tasks.synth_cli import synth
 from legorl.options import (
-    CHECK,
     OK,
     Failure,
     command,
@@ -23,15 +21,12 @@ from legorl.options import (
     option,
     out_option,
     paths_argument,
-    quiet,
-    say,
     seed_option,
 )
 from legorl.task import SPLITS
 
 if TYPE_CHECKING:
     from legorl.commands.tasks.build import Draft
-    from legorl.task import Task
 
 split_option = click.option(
     "--split", "splits", type=click.Choice(SPLITS), multiple=True, help="Only this split; may be given more than once."
@@ -55,7 +50,7 @@ def main() -> None:
       lego-tasks synth boltons-26.2.0.tar.gz --out tasks/boltons
       lego-tasks import swe-bench dev.parquet --repos clones --out tasks/dev
       lego-tasks list tasks --split train --level 0
-      lego-tasks list tasks --split train | shuf -n 8 | lego-tasks check -c 2
+      lego-tasks list tasks --split train | shuf -n 8 | lego-tasks check -c 2 > good.list
     """
 
 
@@ -162,69 +157,6 @@ def list_tasks(
         for folder, task in select(Path(path), selection):
             emit(json.dumps(describe(folder, task), ensure_ascii=False) if as_json else str(folder))
     return OK
-
-
-@command("check")
-@paths_argument
-@option("-c", "--concurrency", type=click.IntRange(1), default=2, help="Attempts graded at once.")
-@option("--runs", type=click.IntRange(1), default=3, help="How often each task is graded both ways; all must agree.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Keep the attempts and their grades here.  [default: a temporary folder]",
-)
-@json_option
-def check(paths: tuple[str, ...], concurrency: int, runs: int, out: Path | None, as_json: bool) -> int:
-    """Prove tasks both ways: unsolved, their tests fail as they must; with the solution, all pass.
-
-    \b
-    Examples:
-      lego-tasks check tasks/snippets -c 2
-      lego-tasks list tasks --level 0 | lego-tasks check --runs 1 --out checked
-      lego-tasks check tasks --json | grep '"ok": false'
-
-    Each PATH is a task folder or a folder with tasks at any depth; without one, paths are read from stdin. Grading is
-    done by lego-grade in sandboxes. Exit code 4 if any task does not hold.
-    """
-    from legorl.commands.tasks.check import check as prove
-    from legorl.commands.tasks.listing import task_folders
-    from legorl.task import load_task
-
-    tasks = [load_task(folder) for path in each_path(paths) for folder in task_folders(Path(path))]
-    if not tasks:
-        raise Failure("no task arrived; the stage before named none")
-    held = 0
-    with _folder(out, {"command": "tasks check", "runs": runs}) as work:
-        if not as_json:
-            emit(_line(tasks, "task", "empty", "solution"))
-        for finding in prove(tasks, work, runs, concurrency, quiet()):
-            held += finding.ok
-            emit(
-                json.dumps(finding.to_json(), ensure_ascii=False)
-                if as_json
-                else _line(tasks, finding.task_id, finding.empty or "ok", finding.solution or "ok")
-            )
-    if held < len(tasks):
-        raise Failure(f"{held} of {len(tasks)} tasks hold", CHECK)
-    say(f"all {held} tasks hold, both ways")
-    return OK
-
-
-def _line(tasks: list["Task"], name: str, empty: str, solution: str) -> str:
-    return f"{name:{max(len(task.id) for task in tasks)}}  {empty:5}  {solution}"
-
-
-@contextlib.contextmanager
-def _folder(out: Path | None, settings: dict[str, object]) -> Iterator[Path]:
-    """Give the folder to work in: `out`, held by this process, or a temporary one."""
-    from legorl.shards import OutDir
-
-    if out is None:
-        with tempfile.TemporaryDirectory(prefix="legorl-check-") as name:
-            yield Path(name)
-    else:
-        with OutDir(out, settings):
-            yield out
 
 
 for each in (shell, snippets, synth, import_group, list_tasks, check):
