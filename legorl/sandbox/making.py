@@ -32,6 +32,7 @@ from legorl.task import pack
 
 AT_ONCE = 2
 TIME_S = 900.0  # for one image; LEGORL_IMAGE_TIMEOUT moves it
+ASK_S = 300.0  # for a question to Podman: it waits while another process writes a big layer
 TAIL_LINES = 12  # of a build's log, in its error
 _RECIPE = "1"  # raise it whenever the same Dockerfile would give another image
 
@@ -117,7 +118,7 @@ async def _once(name: str, image: str, make: Callable[[], Awaitable[None]], say:
 
 
 async def _exists(name: str) -> bool:
-    return (await podman("image", "exists", name, check=False)).code == 0
+    return (await podman("image", "exists", name, check=False, timeout_s=ASK_S)).code == 0
 
 
 async def _podman(what: str, *words: str, stdin: int = asyncio.subprocess.DEVNULL) -> Done:
@@ -151,7 +152,8 @@ def begins_from(dockerfile: str) -> list[str]:
 
 async def _id_of(name: str) -> str:
     """The id that `name` has in the store, so that a newer base makes another image; "" where there is none."""
-    return (await podman("image", "inspect", "--format", "{{.Id}}", name, check=False)).out.decode().strip()
+    done = await podman("image", "inspect", "--format", "{{.Id}}", name, check=False, timeout_s=ASK_S)
+    return done.out.decode().strip()
 
 
 async def _build(dockerfile: Path, tar: bytes, name: str) -> None:
@@ -207,18 +209,18 @@ async def _load(file: Path, name: str, makings: _Makings) -> None:
         try:
             if len(ids := {await _id_of(each) for each in brought}) != 1:
                 raise ImageMissing(f"{file}: holds {len(ids)} images; make an archive of just one")
-            await podman("tag", *ids, name)
+            await podman("tag", *ids, name, timeout_s=ASK_S)
         finally:
             for each in brought:
                 if each in before:
-                    await podman("tag", before[each], each)
+                    await podman("tag", before[each], each, timeout_s=ASK_S)
                 elif not each.startswith("sha256:"):
-                    await podman("untag", each, each)
+                    await podman("untag", each, each, timeout_s=ASK_S)
 
 
 async def _names() -> dict[str, str]:
     """Every name in the store and the id of its image."""
-    listed = json.loads((await podman("images", "--format", "json")).out or b"[]")
+    listed = json.loads((await podman("images", "--format", "json", timeout_s=ASK_S)).out or b"[]")
     return {name: row["Id"] for row in listed for name in row.get("Names") or ()}
 
 

@@ -35,7 +35,7 @@ async def prune(unused_s: float) -> tuple[list[str], list[str]]:
     Return the names of the removed ones, and of those that an open sandbox or another image still needs. As root, where
     the store is the service user's, what failed builds left goes, too. Raises SandboxError if Podman fails.
     """
-    listed = json.loads((await podman("images", "--format", "json")).out or b"[]")
+    listed = json.loads((await podman("images", "--format", "json", timeout_s=300)).out or b"[]")
     gone: list[str] = []
     kept: list[str] = []
     for row in listed:
@@ -47,7 +47,7 @@ async def prune(unused_s: float) -> tuple[list[str], list[str]]:
             if time.time() - used < unused_s:
                 continue
             # Untagged first by rmi; an image that a container has is refused.
-            done = await podman("rmi", name, check=False, timeout_s=120)
+            done = await podman("rmi", name, check=False, timeout_s=300)
             (kept if done.code else gone).append(name)
             if not done.code:
                 mark.unlink(missing_ok=True)
@@ -61,5 +61,5 @@ async def _prune_builds(older_s: float) -> None:
     listed = await podman("ps", "-a", "--external", "--filter", "name=-working-container", "--format", "json")
     old = [row["Id"] for row in json.loads(listed.out or b"[]") if time.time() - row["Created"] > older_s]
     if old:
-        await podman("rm", "-f", "-t", "0", "--ignore", *old, timeout_s=120)
+        await podman("rm", "-f", "-t", "0", "--ignore", *old, timeout_s=300)
     await podman("image", "prune", "-f", "--filter", f"until={round(older_s)}s", timeout_s=300)
