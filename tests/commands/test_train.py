@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,10 @@ import builders
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from commands.train_rows import World, tiny_llama
+from commands.train_rows import World, tiny_llama, train_in_process
 
 from legorl import schema
 from legorl.checkpoint import open_checkpoint
-from legorl.commands.train.cli import main
 from legorl.commands.train.save import staging
 from legorl.shards import ShardError, open_shard
 
@@ -33,18 +31,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def cli(capsys, monkeypatch):
-    """Run the command in this process: (exit code, stdout, stderr). Only a few tests start a real process."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["lego-train", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
+    with train_in_process(capsys, monkeypatch) as run:
+        yield run
 
 
 def shard_of(path, rows, **fields):

@@ -4,13 +4,17 @@ folder = tiny_llama(tmp_path / "m"); world = World(folder)
 row = world.row("task-a", 0, reward=1.0); rows = world.group([1.0, 0.0])
 """
 
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import builders
 import numpy as np
+import pytest
 
 from legorl import tree
 from legorl.checkpoint import open_checkpoint
@@ -104,3 +108,21 @@ def plain_logprobs(model: Any, ids: np.ndarray, start: int, temperature: float) 
     tokens = torch.as_tensor(ids, dtype=torch.long)
     logits = model(tokens[None]).logits[0].double() / temperature
     return logits.log_softmax(-1)[torch.arange(start - 1, len(tokens) - 1), tokens[start:]]
+
+
+@contextmanager
+def train_in_process(capsys: Any, monkeypatch: Any) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """A function that runs lego-train in this process: (exit code, stdout, stderr). Few tests start a real one."""
+    from legorl.commands.train.cli import main
+
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*args: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lego-train", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,11 @@ memory_option = partial(option, group="Memory and precision")
 
 def _pair(text: str | None) -> tuple[int, int] | None:
     """MAX,CACHE as numbers."""
+    if text is None:
+        return None
     try:
-        return None if text is None else tuple(int(part) for part in text.split(",", 1))  # type: ignore[return-value]
+        maximum, cache = (int(part) for part in text.split(","))
+        return maximum, cache
     except ValueError:
         raise click.BadParameter(f"{text!r} is not MAX,CACHE, as in 4096,1024", param_hint="--overlong") from None
 
@@ -148,7 +153,7 @@ def main(
     A PATH is a shard or a folder of shards; none, or -, reads them from stdin. Before any weight moves, the trainer's
     log-probabilities are compared with the recorded ones: beyond --gate, exit 4 and a table of the worst tokens. If the
     round is incomplete, exit 1 without a step (--partial takes it). A batch with nothing to train is a step that leaves
-    the weights as they are.
+    the weights as they are. Under `torchrun` or `accelerate launch` the processes divide the step among them.
     """
     settings = _settings(given)
     if (settings.kl == "none") != (kl_ref is None):
@@ -157,9 +162,13 @@ def main(
         rest = {"partial": partial, "require_signal": require_signal, "keep": keep, "serve": serve}
         return _explain(settings, {"model": model, "kl_ref": kl_ref, "out": out, **rest})
     from legorl.checkpoint import open_checkpoint
+    from legorl.commands.train.ranks import rank
     from legorl.commands.train.rows import read_rows
     from legorl.shards import Tally, open_shards
 
+    if "RANK" in os.environ and paths in ((), ("-",)):
+        raise click.UsageError("several processes cannot read one stdin; give the shards as arguments")
+    tell = say if rank() == 0 else _silent
     checkpoint = open_checkpoint(model)
     reference = open_checkpoint(kl_ref) if kl_ref else None
     tally = Tally()
@@ -167,15 +176,21 @@ def main(
     if complaint := tally.complaint():
         if not partial:
             raise Failure(f"{complaint}; no step was taken (--partial takes it all the same)")
-        say(f"going on with part of the round: {complaint}")
+        tell(f"going on with part of the round: {complaint}")
     for words in cautions(settings, given["clip_low"] is not None, given["clip_high"] is not None):
-        say(words)
-    record = _train(rows, checkpoint, reference, out, settings, keep, require_signal)
+        tell(words)
+    record = _train(rows, checkpoint, reference, out, settings, keep, require_signal, tell)
+    if rank() != 0:
+        return
     say(_summary(out, record))
     if serve:
         loaded = asyncio.run(_serve(serve, out, record["version"]))
         say(f"{serve}: serves version {loaded['version']} now")
     emit(json.dumps({"path": str(out), **record}, default=str) if as_json else str(out))
+
+
+def _silent(words: str) -> None:
+    """What is told of one step is told by the first process."""
 
 
 def _settings(given: dict[str, Any]) -> Any:
@@ -200,8 +215,9 @@ def _explain(settings: Any, rest: dict[str, Any]) -> None:
 
 
 def _train(
-    rows: list[dict[str, Any]], checkpoint: Any, reference: Any, out: Path, settings: Any, keep: int, signal: bool
-) -> dict[str, Any]:
+    rows: list[dict[str, Any]], checkpoint: Any, reference: Any, out: Path, settings: Any, keep: int, signal: bool,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
     from tqdm import tqdm
 
     from legorl.commands.train.gate import GateError
@@ -210,14 +226,14 @@ def _train(
     bars: list[Any] = []
 
     def progress(total: int) -> Any:
-        bars.append(tqdm(total=total, unit="tok", disable=not sys.stderr.isatty(), leave=False))
+        bars.append(tqdm(total=total, unit="tok", disable=tell is _silent or not sys.stderr.isatty(), leave=False))
         return bars[0].update
 
     try:
-        return train(rows, checkpoint, out, settings, keep, signal, say, progress, reference)
+        return train(rows, checkpoint, out, settings, keep, signal, tell, progress, reference)
     except GateError as error:
         for line in error.worst:
-            say(line)
+            tell(line)
         raise
     finally:
         for bar in bars:
