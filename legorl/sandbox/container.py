@@ -13,9 +13,10 @@ kill -9, its end of the pipe closes, the supervisor ends and Podman removes the 
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ _CLOSE_S = 15.0
 _GRACE_S = 60.0  # beyond a time limit that the supervisor itself enforces
 _FILES_S = 600.0
 _HEADER_LIMIT = 1 << 20
+
+log = logging.getLogger("legorl.sandbox")
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,20 @@ class Sandbox:
                 code = await asyncio.wait_for(process.wait(), _CLOSE_S)
             except TimeoutError:
                 code = None
-            await self._seat.remove(self.name, clean=code == 0)
-            if code is None:
+            if code is None:  # first of all: it may hold the container's lock, and `podman rm` would wait for it
                 process.kill()
                 await process.wait()
+            await self._tidy(self._seat.remove(self.name, clean=code == 0))
             if self._drain is not None:
                 await asyncio.wait({self._drain}, timeout=5)
-        await self._seat.forget()
+        await self._tidy(self._seat.forget())
+
+    async def _tidy(self, work: Awaitable[None]) -> None:
+        """Do the `work` of removing something. If it fails, what was done in the sandbox stands; `reap` tries again."""
+        try:
+            await work
+        except SandboxError as error:
+            log.warning("%s: something of it is left for the next command to remove: %s", self.name, error)
 
     # The conversation
 

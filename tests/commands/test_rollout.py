@@ -1,7 +1,7 @@
 """lego-rollout as a command, with real sandboxes and the script engine.
 
-Most runs use a small harness of our own (LOOP: Python's standard library, no start-up cost) so that every ending of an
-attempt is cheap to bring about; the real harnesses run in tests/test_harness_runs.py.
+Most runs use a small harness of our own (LOOP: Python's standard library, no start-up cost); the real harnesses run in
+tests/test_harness_runs.py, and every ending of an attempt is in test_rollout_outcomes.py.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import builders
 import pytest
 from builders import small_task
 
-from legorl import tree
 from legorl.commands.rollout.cli import _Progress
 from legorl.shards import open_shard
 
@@ -46,14 +45,8 @@ while True:
 
 # One conversation a task: the first message is the task's instruction, the later ones are "rc N" of our loop.
 SCRIPT = [
-    {"match": "^make", "text": "echo hi > hello.txt; printf '\\x1b[31m%s' $KEY; env > /ws/repo/env.txt"},
-    {"match": "^idle", "text": "true"},
-    {"match": "^crash", "text": "kill -9 $PPID"},
+    {"match": "^make", "text": "echo hi > hello.txt"},
     {"match": "^slow", "text": "echo hi > hello.txt; sleep 1000"},
-    {"match": "^eat", "text": "python3 -c 'x = bytearray(1 << 30)'; kill -9 $PPID"},
-    {"match": "^fill", "text": "cat /dev/zero >/tmp/zeros; kill -9 $PPID"},
-    {"match": "^flood", "text": "head -c 9000000 /dev/urandom > big; true"},
-    {"match": "^loop", "text": "echo hi >> hello.txt"},
     {"match": "^rc [0-9]+$", "text": "DONE"},
 ]
 
@@ -193,54 +186,6 @@ def test_podman_missing(tmp_path: Path, lego_serve: str) -> None:
     )
     one_line(done, 1, "podman is not installed", "make setup")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.podman
-def test_every_ending_of_an_attempt(tmp_path: Path, lego_serve: str) -> None:
-    """Each task's script brings about one outcome; all run in one round, blamed on the model."""
-    folder = tmp_path / "t"
-    wanted = {
-        "make": "finished",
-        "idle": "no_changes",
-        "crash": "harness_crash",
-        "slow": "time_limit",
-        "eat": "out_of_memory",
-        "fill": "disk_full",
-        "flood": "patch_unusable",
-    }
-    paths = "\n".join(str(small_task(folder, name, f"{name} it")) for name in wanted)
-    done = rollout(
-        *("--out", tmp_path / "out", "--harness", loop_harness(tmp_path), "-n", 1, "-c", 3, "--time-limit", 20),
-        serve=lego_serve,
-        input=paths,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {r["task_id"]: r for r in rows_of(done)}
-    assert {t: r["outcome"] for t, r in rows.items()} == wanted
-    assert {r["blame"] for r in rows.values()} == {"model"}
-    made = rows["make"]
-    assert made["patch_files"] == ["env.txt", "hello.txt"] and b"+hi\n" in made["patch"]
-    # The key and control characters do not reach the row; the caller's environment does not reach the container.
-    assert "\\x1b[31m***" in made["log_tail"]
-    assert b"+HOME=/home/agent\n" in made["patch"] and b"LEGORL_SERVE" not in made["patch"]
-    assert made["attempt_id"] == "run.0.loop.make.0" and made["group_id"] == "run.0.loop.make"
-    assert [t["cause"] for t in made["turns"]] == ["root", "extend"] and not made["turns"][0]["foreign"]
-    tree.check(made["turns"])
-    assert made["weights"][0]["version"] == 0 and made["budgets"]["turns"] == {"limit": 16.0, "used": 2.0}
-    assert rows["slow"]["budgets"]["seconds"]["used"] >= 20 and b"+hi\n" in rows["slow"]["patch"]
-    assert len({r["seed"] for r in rows.values()}) == len(rows)
-    assert done.stderr.count(" of 7 attempts") == 8  # one line a group, and one in all
-
-
-@pytest.mark.podman
-def test_budgets_stop_the_harness_and_its_patch_is_kept(tmp_path: Path, lego_serve: str) -> None:
-    one = small_task(tmp_path / "t", "loop", "loop it")
-    common = (one, "--harness", loop_harness(tmp_path), "-n", 1)
-    turns = rollout(*common, "--out", tmp_path / "a", "--max-turns", 1, serve=lego_serve)
-    tokens = rollout(*common, "--out", tmp_path / "b", "--max-tokens", 5, serve=lego_serve)
-    (a,), (b,) = rows_of(turns), rows_of(tokens)
-    assert (a["outcome"], len(a["turns"]), a["patch_files"]) == ("step_limit", 1, ["hello.txt"])
-    assert (b["outcome"], b["budgets"]["tokens"]["used"]) == ("token_limit", 5)
 
 
 @pytest.mark.podman

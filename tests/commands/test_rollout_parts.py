@@ -75,6 +75,7 @@ def test_outcome(seen: dict[str, Any], outcome: str) -> None:
         ({"exit_code": 137, "box": Evidence(host_oom_kills=1)}, "out_of_memory"),
         ({**GONE, "box": Evidence(host_oom_kills=1, exit_code=137)}, "out_of_memory"),
         ({"exit_code": 1, "box": Evidence(host_refusals=1)}, "too_many_processes"),
+        ({**GONE, "box": Evidence(host_refusals=1, exit_code=0)}, "too_many_processes"),
     ],
 )
 def test_what_the_host_had_none_left_of_is_not_the_model_s(seen: dict[str, Any], outcome: str) -> None:

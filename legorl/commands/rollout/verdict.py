@@ -74,6 +74,9 @@ def _ending(seen: Seen) -> tuple[str, str] | tuple[str, str, bool]:
     if box.host_oom_kills and (seen.sandbox_lost or (failing and not seen.stopped)):
         killed = f"{box.host_oom_kills} processes killed within the"
         return "out_of_memory", f"{killed} sandbox's memory limit: the host had no memory left for it", True
+    short = f"{box.host_refusals} processes refused within the sandbox's limit: the host had none left for it"
+    if seen.sandbox_lost and box.host_refusals:
+        return "too_many_processes", f"{short}; {seen.sandbox_lost}", True
     if seen.sandbox_lost:
         return "sandbox_lost", seen.sandbox_lost
     if seen.patch_error:
@@ -85,8 +88,7 @@ def _ending(seen: Seen) -> tuple[str, str] | tuple[str, str, bool]:
     if box.process_refusals and failing:
         return "too_many_processes", f"{refused} limit"
     if box.host_refusals and failing:
-        refused = f"{box.host_refusals} processes refused within the"
-        return "too_many_processes", f"{refused} sandbox's limit: the host had none left for it", True
+        return "too_many_processes", short, True
     if box.full_disks and failing:
         return "disk_full", f"no room left in {', '.join(box.full_disks)}"
     if seen.exit_code != 0:
