@@ -10,7 +10,7 @@ import click
 
 from legorl.commands.tasks.check_cli import check
 from legorl.commands.tasks.import_cli import import_group
-from legorl.commands.tasks.synth_cli import synth
+from legorl.commands.tasks.synth_cli import synth, synth_report
 from legorl.options import (
     OK,
     Failure,
@@ -159,5 +159,5 @@ def list_tasks(
     return OK
 
 
-for each in (shell, snippets, synth, import_group, list_tasks, check):
+for each in (shell, snippets, synth, synth_report, import_group, list_tasks, check):
     main.add_command(each)

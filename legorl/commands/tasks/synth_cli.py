@@ -1,11 +1,26 @@
-"""lego-tasks synth: tasks from bugs put into libraries."""
+"""lego-tasks synth and synth-report: tasks from bugs put into libraries, and what came of it."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import click
 
-from legorl.options import OK, Failure, command, emit, explain, explain_option, option, out_option, say, seed_option
+from legorl.options import (
+    OK,
+    Failure,
+    command,
+    each_path,
+    emit,
+    explain,
+    explain_option,
+    json_option,
+    option,
+    out_option,
+    paths_argument,
+    say,
+    seed_option,
+)
 
 
 @command("synth")
@@ -38,7 +53,7 @@ def synth(
     they run in sandboxes. A bug becomes a task if at least one test notices it, five do not, at most half fail, and
     three runs agree. Prints the path of each task as it is made; the same command run again goes on.
     """
-    from legorl.commands.tasks.synth import Options, faults, synthesise
+    from legorl.commands.tasks.synth import Options, synthesise
     from legorl.commands.tasks.synth_source import SourceError, unpacked
     from legorl.sandbox import SandboxError
     from legorl.shards import OutDir
@@ -71,10 +86,32 @@ def synth(
                 say(str(error))
             except SandboxError as error:
                 raise Failure(f"{source}: {error}") from error
-        reasons = "; ".join(f"{n} {reason}" for reason, n in faults(out).most_common())
-    say(f"{made} tasks of {len(sources) - failed} libraries" + (f"; mutants left out: {reasons}" if reasons else ""))
+    say(f"{made} tasks of {len(sources) - failed} libraries")
     if failed or not made:
         raise Failure(
             f"{failed} of {len(sources)} sources could not be used" if failed else f"{out}: no task was found"
         )
+    return OK
+
+
+@command("synth-report")
+@paths_argument
+@json_option
+def synth_report(paths: tuple[str, ...], as_json: bool) -> int:
+    """Print what synth made of each library: tasks by kind and level, and why other mutants make none.
+
+    \b
+    Examples:
+      lego-tasks synth-report tasks/synth
+      lego-tasks synth-report tasks/synth --json | grep '"split": "heldout"'
+
+    Each PATH is a folder that synth wrote to, or one above it; without one, paths are read from stdin.
+    """
+    from legorl.commands.tasks.synth_report import report, table
+
+    made = list(report([Path(path) for path in each_path(paths)]))
+    if not made:
+        raise Failure("no task and no note of synth is there")
+    for line in (json.dumps(each.to_json()) for each in made) if as_json else table(made):
+        emit(line)
     return OK

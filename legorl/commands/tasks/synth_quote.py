@@ -1,0 +1,63 @@
+"""Runs inside a sandbox, under synth_inside.py: what of a failed test's source can be quoted as a way to see the bug.
+
+Standard library only.
+"""
+
+import ast
+import textwrap
+from pathlib import Path
+
+LINES = 24  # of the test's body, the last ones up to what failed
+VALUE = 160  # characters of a parameter's value
+
+
+def quoted(item, excinfo) -> str:
+    """Imports, parameters and statements of the test `item` up to the one that failed; "" where it has no source."""
+    lines = [entry.lineno + 1 for entry in excinfo.traceback if str(entry.path) == str(item.path)]
+    try:
+        text = Path(item.path).read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    for at in lines:
+        inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inside = [node for node in inside if node.lineno <= at <= node.end_lineno and node.name == item.originalname]
+        if inside:
+            body = _body(inside[0], at, text.splitlines())
+            names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+            return "\n".join(filter(None, [_imports(tree, names), _values(item, names), body]))
+    return ""
+
+
+def _body(function, at, lines) -> str:
+    """The statements at the top of `function` up to the one with line `at`, whole ones, as many as LINES allow."""
+    statements = [node for node in function.body if node.lineno <= at]
+    if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant) and len(statements) > 1:
+        statements = statements[1:]
+    last = statements[-1].end_lineno
+    fitting = [node for node in statements if last - _start(node) < LINES] or statements[-1:]
+    cut = "" if fitting[0] is statements[0] else "...\n"
+    return cut + textwrap.dedent("\n".join(lines[_start(fitting[0]) - 1 : last]))
+
+
+def _start(node) -> int:
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+def _imports(tree, names) -> str:
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            used = [each for each in node.names if (each.asname or each.name.partition(".")[0]) in names]
+            if used and getattr(node, "module", "") != "__future__":
+                node.names = used
+                found.append(ast.unparse(node))
+    return "\n".join(found)
+
+
+def _values(item, names) -> str:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    shown = {name: repr(value) for name, value in params.items() if name in names}
+    return "\n".join(
+        f"{name} = {value}" for name, value in shown.items() if len(value) <= VALUE and not value.startswith("<")
+    )
