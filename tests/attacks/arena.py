@@ -91,3 +91,31 @@ def make_task(folder: Path, timeout_s: float = 60, instruction: str = "Mend add.
         )
     )
     return folder
+
+
+@dataclass(frozen=True)
+class Deed:
+    """One attempt of an agent: a shell command, run in the repository, and what must come of it (see Attack)."""
+
+    rows: tuple[int, ...]
+    command: str
+    flags: set[str] | None = field(default_factory=set)
+    reward: float = 0.0
+    outcome: str | None = None  # None: finished or no_changes
+
+
+# A harness of a few lines: asks the model, runs what it says, until it says DONE.
+LOOP = """#!/usr/bin/env python3
+import json, os, subprocess, sys, urllib.request
+messages = [{"role": "user", "content": sys.argv[1]}]
+while True:
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+    text = answer["choices"][0]["message"]["content"]
+    if text == "DONE":
+        break
+    done = subprocess.run(["bash", "-c", text], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "rc %d" % done.returncode}]
+"""
