@@ -110,7 +110,7 @@ def test_comparable_attempts_are_read_up_to_gate_tokens(world):
     rows = world.group([1.0, 1.0, 1.0])
     length = 6 + 4 + 3 + 5 - 1
     batch = make_batch(rows, facts_of(world.checkpoint), 4)
-    one = trainer(world, Settings(gate_tokens=2 * length + 1))
+    one = trainer(world, Settings(gate_tokens=2 * length + 1, packing="rows"))
     assert one.planned(batch) == 2 * length
     one.run(batch, lambda: None)
     assert np.isfinite(batch.tokens.old).sum() == 2 * 9 and np.isnan(batch.tokens.train).all()
@@ -159,7 +159,7 @@ def test_the_gradient_is_held_and_weights_decay_beside_it(world):
 def test_later_minibatches_are_measured_against_the_steps_start(world):
     rows = [world.row(f"task-{k}", n, float(n)) for k in range(2) for n in range(2)]
     batch = make_batch(rows, facts_of(world.checkpoint), 4)
-    one = trainer(world, Settings(lr=1e-2, minibatches=2))
+    one = trainer(world, Settings(lr=1e-2, minibatches=2, packing="rows"))
     assert one.planned(batch) == 2 * 4 * 17
     figures = one.run(batch, lambda: None)
     tokens = batch.tokens
