@@ -57,6 +57,7 @@ TRAIN_REASONS = {
     "infra": "the attempt failed for infrastructure reasons",
     "task": "the task was set aside",
     "ungraded": "the attempt has no reward",
+    "incomplete": "another attempt of its group was lost, or is missing, and --groups whole was given",
     "no_variance": "every attempt of its group got the same reward",
     "alone": "the only valid attempt of its group",
     "unrewarded": "nothing to learn from it: its reward is not 1 (sft), or no reward differs from 0 (reinforce)",

@@ -59,6 +59,18 @@ def test_groups_without_a_difference_have_no_advantage():
     assert len(batch.samples) == 4  # comparable: three groups' valid attempts
 
 
+def test_a_group_that_lost_attempts_is_trained_on_the_valid_ones_or_left_out():
+    lost = [*group([1.0, 0.0]), trajectory(attempt=2, outcome="sandbox_lost")]
+    rows = [*lost, *group([1.0, 0.0], "whole"), *group([1.0, 0.0], "cut")]
+    rows = [row | {"planned": 3 if row["task_id"] == "cut" else 2} for row in rows]  # of `cut`, one has not arrived
+    assert make_batch(rows, FACTS, 4).counts() == {"trained": 24, "infra": 4}
+    batch = make_batch(rows, FACTS, 4, whole_groups=True)
+    assert batch.counts() == {"trained": 8, "incomplete": 16, "infra": 4}
+    told = {row["task_id"]: {*batch.tokens.reason[batch.tokens.attempt == k]} for k, row in enumerate(batch.rows)}
+    assert told["whole"] == {"trained"} and told["cut"] == {"incomplete"}
+    assert len(batch.samples) == 2 and np.isnan(batch.tokens.advantage[batch.tokens.reason == "incomplete"]).all()
+
+
 def test_each_reason_of_a_token():
     turns = [
         turn(0, completion_ids=range(4), drops=[{"start": 1, "length": 2, "reason": "cut"}]),

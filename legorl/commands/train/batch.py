@@ -75,8 +75,8 @@ class Tokens:
 class Batch:
     """`rows`: one an attempt, as read; `samples`: the paths that carry a target, trained or comparable.
 
-    `rewards`: float64 [rows], shaped, NaN where not valid; `free`: bool [tokens], nothing speaks against the token
-    itself, whatever becomes of its attempt.
+    `rewards`: float64 [rows], shaped, NaN where not valid, or its group left out; `free`: bool [tokens], nothing
+    speaks against the token itself, whatever becomes of its attempt.
     """
 
     rows: list[dict[str, Any]]
@@ -94,7 +94,7 @@ class Batch:
 
     def judge(self, loss: LossName, costs: np.ndarray | None = None) -> None:
         """Give every attempt its advantage, or its tokens the reason why not; `costs` [rows] are taken off rewards."""
-        groups = [row["group_id"] if is_valid(row) else None for row in self.rows]
+        groups = [None if np.isnan(r) else row["group_id"] for row, r in zip(self.rows, self.rewards, strict=True)]
         rewards = self.rewards if costs is None else self.rewards - costs
         advantages, reasons = advantages_of(loss, groups, rewards)
         attempts = self.tokens.attempt[self.free]
@@ -127,15 +127,20 @@ def is_valid(row: dict[str, Any]) -> bool:
 
 def make_batch(
     rows: list[dict[str, Any]], facts: ModelFacts, max_lag: int, loss: LossName = "grpo",
-    overlong: tuple[int, int] | None = None,
+    overlong: tuple[int, int] | None = None, whole_groups: bool = False,
 ) -> Batch:  # fmt: skip
     """Make the batch of one step from `rows` (one an attempt). Raises BatchError or CheckError; see the module.
 
     `overlong`: (maximum, cache) of the overlong punishment, in sampled tokens of an attempt that no drop covers.
+    `whole_groups`: leave out valid attempts (`incomplete`) whose group has others, or should have by the plan.
     """
     pieces = [_tokens_of(number, row, facts, max_lag, loss == "sft") for number, row in enumerate(rows)]
     tokens = Tokens(**{name: np.concatenate([_GIVEN[name], *(piece[name] for piece in pieces)]) for name in _GIVEN})
     free = tokens.reason == TRAINED
+    if whole_groups:
+        broken = _broken_groups(rows)
+        left_out = free & np.array([row["group_id"] in broken for row in rows], bool)[tokens.attempt]
+        tokens.reason[left_out], free = "incomplete", free & ~left_out
     samples: list[Sample] = []
     first = 0
     for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
@@ -144,6 +149,8 @@ def make_batch(
             samples += _samples_of(row, number, first, free[here])
         first = here.stop
     rewards = np.array([row["reward"] if is_valid(row) else np.nan for row in rows], np.float64)
+    if whole_groups:
+        rewards[[row["group_id"] in broken for row in rows]] = np.nan
     if overlong:
         lengths = [sum(d is None for turn in row["turns"] for d in tree.drop_reasons(turn)) for row in rows]
         rewards = shaped(rewards, np.array(lengths), *overlong)
@@ -151,6 +158,18 @@ def make_batch(
     batch.judge(loss)
     batch.check_sums()
     return batch
+
+
+def _broken_groups(rows: list[dict[str, Any]]) -> set[str]:
+    """Groups that do not consist of valid attempts only, as many as planned (where the rows have `planned`)."""
+    members: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        members.setdefault(row["group_id"], []).append(row)
+    return {
+        group
+        for group, own in members.items()
+        if not all(map(is_valid, own)) or len(own) < max(row.get("planned") or 0 for row in own)
+    }
 
 
 _GIVEN: dict[str, np.ndarray] = {

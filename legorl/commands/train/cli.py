@@ -57,6 +57,12 @@ def _pair(text: str | None) -> tuple[int, int] | None:
 )
 @out_option
 @loss_option("--loss", type=click.Choice(list(LOSSES)), default="grpo", help="Loss, by its published name.")
+@loss_option(
+    "--groups",
+    type=click.Choice(["valid", "whole"]),
+    default="valid",
+    help="Groups of which attempts were lost: train their valid members, or leave them out (`incomplete`).",
+)
 @loss_option("--clip-low", type=click.FloatRange(0, 1), help="Clip ratios below 1 - this.  [default: the loss's own]")
 @loss_option("--clip-high", type=click.FloatRange(0), help="Clip ratios above 1 + this.  [default: the loss's own]")
 @loss_option(

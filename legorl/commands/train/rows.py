@@ -49,7 +49,10 @@ def read_rows(shards: Iterable[Shard], tally: Tally) -> list[dict[str, Any]]:
 
 
 def _rows(shard: Shard, numbers: list[int]) -> list[dict[str, Any]]:
-    """Rows of one shard without the columns, and the fields of turns, that training does not need; turns never None."""
+    """Rows of one shard without the columns, and the fields of turns, that training does not need; turns never None.
+
+    `planned` in each: how many attempts its group should have, None where no plan says so.
+    """
     import pyarrow as pa
 
     if not numbers:
@@ -58,7 +61,8 @@ def _rows(shard: Shard, numbers: list[int]) -> list[dict[str, Any]]:
     narrow = pa.list_(pa.struct([schema.TURN.field(name) for name in TURN_COLUMNS]))
     place = table.schema.get_field_index("turns")
     rows = table.set_column(place, "turns", table["turns"].cast(narrow)).to_pylist()
-    return [row | {"turns": row["turns"] or []} for row in rows]
+    planned = shard.plan.attempts if shard.plan else None
+    return [row | {"turns": row["turns"] or [], "planned": planned} for row in rows]
 
 
 def digest_of(rows: Iterable[dict[str, Any]]) -> str:

@@ -5,12 +5,14 @@ for words in cautions(settings, clip_given=False): ...
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from legorl.commands.train.loss import LOSSES, IsLevel, IsMode, Kl, LossName, OffPolicy
 
 IS_CAP = 2.0
 KL_COEF = 1e-3
+
+Groups = Literal["valid", "whole"]
 
 
 class SettingsError(ValueError):
@@ -38,6 +40,7 @@ class Settings:
     kl: Kl = "none"
     kl_coef: float | None = None
     minibatches: int = 1
+    groups: Groups = "valid"  # of groups with lost attempts: train the valid ones, or only groups that are whole
     max_lag: int = 4  # steps
     tokens_per_batch: int = 2048
     replay: bool = True  # recorded experts in place of the trainer's own choice

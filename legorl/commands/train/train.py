@@ -96,7 +96,9 @@ def train(
     with save.staging(out) as stage:
         if done := finished(out, configuration):
             return done
-        batch = make_batch(rows, facts_of(checkpoint), settings.max_lag, settings.loss, settings.overlong)
+        batch = make_batch(
+            rows, facts_of(checkpoint), settings.max_lag, settings.loss, settings.overlong, settings.groups == "whole"
+        )
         if require_signal and settings.kl != "k1-reward":  # which may yet make rewards differ
             require(batch)
         if reference and batch.samples:
