@@ -48,7 +48,7 @@ for path in pathlib.Path("/proc/net/unix").read_text().split():
             hosts.append(path)
         except OSError:
             pass
-seen["connected"] = sorted(set(hosts) - {"/run/llm/llm.sock"})
+seen["connected"] = sorted(set(hosts))
 held = []
 try:
     for _ in range(600):

@@ -1,7 +1,9 @@
 """lego-grade, driven as a command on hand-made tasks. What attacks get is in tests/attacks."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,31 +138,46 @@ async def _container_of(run: str) -> str:
             return names[0].decode()
 
 
+def _process(program: str, container: str) -> int:
+    """The pid of podman or conmon that holds `container`."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+            if Path(words[0]).name == program and container in words:
+                return int(entry.parent.name)
+    raise AssertionError(f"no {program} holds {container}")
+
+
 def test_what_happens_to_the_sandbox_from_outside_is_not_the_agents_doing(task: Path, tmp_path: Path) -> None:
-    hang = {"calc.py": "import time\ntime.sleep(999)\n"}
-    run = f"killed-{os.getpid()}"
-    row = attempt(task, 0, make_patch(task, tmp_path, hang), run=run)
-    source = shard(tmp_path / "g.parquet", [row])
-    argv = [*GRADE, str(source), "--out", str(tmp_path / "out"), "--retries", "0"]
+    """Its container, the process that watches it, and the one that started it are killed: three ways to lose it."""
+    hang = make_patch(task, tmp_path, {"calc.py": "import time\ntime.sleep(999)\n"})
+    runs = [f"killed-{how}-{os.getpid()}" for how in ("container", "conmon", "podman")]
+    paths = [shard(tmp_path / f"{run}.parquet", [attempt(task, 0, hang, run=run)]) for run in runs]
+    argv = [*GRADE, *map(str, paths), "--out", str(tmp_path / "out"), "--retries", "0", "-c", "3"]
 
-    async def kill_first() -> None:
-        await podman("kill", "--signal", "KILL", await _container_of(run))
+    async def kill() -> None:
+        names = await asyncio.gather(*map(_container_of, runs))
+        await podman("kill", "--signal", "KILL", names[0])
+        os.kill(_process("conmon", names[1]), signal.SIGKILL)
+        os.kill(_process("podman", names[2]), signal.SIGKILL)
 
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        asyncio.run(asyncio.wait_for(kill_first(), 60))
-        _, words = process.communicate(timeout=60)
+        asyncio.run(asyncio.wait_for(kill(), 120))
+        _, words = process.communicate(timeout=120)
     assert process.returncode == 3, words
-    (row,) = rows_of(tmp_path / "out" / "g.parquet")
-    assert (row["outcome"], row["blame"], row["reward"]) == ("grader_crash", "infra", None)
+    for path in paths:
+        (row,) = rows_of(tmp_path / "out" / path.name)
+        assert (row["outcome"], row["blame"], row["reward"]) == ("grader_crash", "infra", None)
 
-    # The rerun tries it again; asked to stop, it leaves no container behind.
+    # The rerun tries them again; asked to stop, it leaves no container behind.
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        asyncio.run(asyncio.wait_for(_container_of(run), 60))
+        asyncio.run(asyncio.wait_for(_container_of(runs[0]), 120))
         process.terminate()
-        _, words = process.communicate(timeout=60)
+        _, words = process.communicate(timeout=120)
     assert process.returncode == 143, words
-    listed = asyncio.run(podman("ps", "-a", "--filter", f"label=legorl.run={run}", "--format", "{{.Names}}"))
-    assert listed.out.split() == []
+    for run in runs:
+        listed = asyncio.run(podman("ps", "-a", "--filter", f"label=legorl.run={run}", "--format", "{{.Names}}"))
+        assert listed.out.split() == []
 
 
 def test_usage_needs_no_heavy_import() -> None:
