@@ -17,7 +17,7 @@ summed over the attempt, so that the tokens of one attempt may lie in several mi
     dr_grpo    attempts x a constant                              0.2, 0.2     centred           arXiv 2503.20783
     dapo       tokens of the update                               0.2, 0.28    scaled            arXiv 2503.14476, eq. 8
     gspo       tokens of the attempt, then attempts               3e-4, 4e-4   scaled            arXiv 2507.18071
-    cispo      tokens of the update                               -, 4         scaled            arXiv 2506.13585, eq. 4
+    cispo      tokens of the update                               -, 4         scaled            arXiv 2506.13585
     rloo       attempts                                           none         leave-one-out     arXiv 2402.14740
     reinforce  attempts                                           none         the reward        Williams 1992
     sft        tokens of the update                               none         attempts of reward 1
