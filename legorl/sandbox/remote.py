@@ -171,7 +171,9 @@ class RemoteSeat:
 
     def evidence(self) -> limits.Evidence:
         """Return the counters as the supervisor last read them, and what Podman said of a container that was lost."""
-        seen = limits.evidence_in(cast(Path, _Cgroup(self._texts))) if self._texts else limits.Evidence()
+        # A container without a cgroup of its own sees others' files, but never all of these.
+        known = "pids.events" in self._texts and {"memory.events", "memory.oom_control"} & self._texts.keys()
+        seen = limits.evidence_in(cast(Path, _Cgroup(self._texts))) if known else limits.Evidence()
         if self._killed_for_memory and not (seen.oom_kills or seen.host_oom_kills):
             seen = replace(seen, oom_kills=1)  # at least one, since the supervisor last looked
         return seen

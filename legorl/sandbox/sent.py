@@ -84,6 +84,9 @@ class Sent:
         name = f"localhost/legorl-sent:{identity[:16]}"
         if await self._there(name):
             return name
+        if await self._there(identity):  # it was pulled there, say
+            await podman.podman("tag", identity, name, url=self._url)
+            return name
         with tempfile.TemporaryFile(dir=paths.cache_dir()) as file:
             await podman.podman("save", identity, stdout=file.fileno(), timeout_s=_SEND_S)
             file.seek(0)
