@@ -1,7 +1,7 @@
 """Every outcome in the table, caused for real: the real commands, sandboxes and server, and a script for a model.
 
 BY_ROLLOUT are brought about in one round, by what the "model" does (its command) or by what happens to the attempt from
-outside (a deed at a turn); BY_OTHERS names the tests that bring about the rest.
+outside (a deed at a turn); docs/outcomes.md names the tests that bring about the rest.
 """
 
 import ast
@@ -107,13 +107,6 @@ TURNS, TOKENS, IDLE, SECONDS = 4, 280, 2, 20.0
 LIMITS = ["--max-turns", TURNS, "--max-tokens", TOKENS, "--max-idle-turns", IDLE, "--time-limit", SECONDS]
 
 BY_ROLLOUT = {name for name in COMMANDS if name in BLAME} | {"engine_lost"}
-BY_OTHERS = {
-    "weights_lost": "commands/test_rollout_outcomes.py::test_other_weights_than_the_policy_s_are_told",
-    "interrupted": "commands/test_rollout_outcomes.py::test_an_interrupted_round_keeps_what_ran_and_makes_it_again",
-    "grader_crash": "commands/test_grade.py::test_what_happens_to_the_sandbox_from_outside_is_not_the_agents_doing",
-    "grader_timeout": "commands/test_rollout_outcomes.py::test_a_grading_sandbox_that_does_not_answer_is_given_up",
-}
-OF_IMAGES = {"image_missing", "task_broken"}  # brought about where images are tested
 
 
 def harness(folder: Path) -> Path:
@@ -217,11 +210,15 @@ def test_every_outcome_of_an_attempt(tmp_path: Path, tiny_model: Path) -> None:
     assert rewards == {**dict.fromkeys(broken, 0.0), "finished": 1.0, "sandbox_lost": None}
 
 
-def test_every_outcome_of_the_table_is_caused_by_a_test() -> None:
-    assert BY_ROLLOUT | set(BY_OTHERS) | OF_IMAGES == set(BLAME)
-    for place in BY_OTHERS.values():
-        file, _, name = place.partition("::")
-        assert name in {node.name for node in ast.parse((TESTS / file).read_text()).body if hasattr(node, "name")}
+def test_the_table_in_the_docs_has_every_outcome_its_blame_and_the_test_that_causes_it() -> None:
+    lines = (TESTS.parent / "docs" / "outcomes.md").read_text().splitlines()
+    cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    assert {name: blame for name, blame, *_ in cells} == BLAME
+    assert {name for name, *_, test in cells if test == "its own task"} == BY_ROLLOUT
+    for test in {test for *_, test in cells} - {"its own task"}:
+        file, _, name = f"{Path(__file__).name}::{test}".rpartition("::")
+        tree_of = ast.parse((TESTS / "commands" / file.rpartition("::")[2]).read_text())
+        assert name in {node.name for node in tree_of.body if isinstance(node, ast.FunctionDef)}, test
 
 
 @pytest.mark.podman
