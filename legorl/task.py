@@ -56,6 +56,7 @@ TEST_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 REPO = "/ws/repo"  # where a sandbox has the repository
+ALONE_S = 5.0  # seconds for one test alone, most of which go into importing what it tests
 SPLITS = ("train", "dev", "heldout", "unseen")
 RUNNERS = ("pytest", "unittest", "script", "log")
 SEMANTICS = ("strict", "swe-bench")
@@ -109,6 +110,11 @@ class Grade:
     command: tuple[str, ...] = ()
     parser: str = ""
     reward_file: str = ""
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds for running each test of fail_to_pass once alone: some rows of SWE-bench have hundreds of them."""
+        return max(self.timeout_s, ALONE_S * len(self.fail_to_pass))
 
     def holds(self, got: str, forward: bool) -> bool:
         """Is `got` what a test of fail_to_pass (forward) or of pass_to_pass must get?

@@ -266,6 +266,10 @@ FAIL: test_b (m.C)
         ("parse_log_seaborn", "tests/a.py::t PASSED [ 9%]\nFAILED tests/a.py::u - x", {"t": "pass", "u": "fail"}),
         ("parse_log_django", DJANGO, {"test_a (m.C)": "pass", "test_b (m.C)": "fail", "test_c (m.C)": "skip",
                                       "test_d (m.C)": "pass", "test_b": "fail"}),
+        # A parameter is no colour; a number and an m in brackets are, as published ids have it.
+        ("parse_log_astropy", "PASSED a.py::u[m]\n\x1b[32mPASSED\x1b[0m a.py::u[3m-x]", {"a.py::u[m]": "pass",
+                                                                                     "a.py::u-x]": "pass"}),
+        ("parse_log_pytest", "PASSED a.py::u[3m-x]", {"a.py::u[3m-x]": "pass"}),
         # A forged line does not hide a failure, wherever it stands.
         ("parse_log_pytest", "FAILED a.py::t - x\nPASSED a.py::t", {"a.py::t": "fail"}),
     ],

@@ -189,6 +189,20 @@ def test_a_test_that_fails_alone_does_not_count() -> None:
         assert {t: g for t, _, g in failing.tests or ()}["t::f2"] == "not_alone"
 
 
+def test_time_over_in_the_runs_alone_says_nothing_of_who_did_not_come_to_run() -> None:
+    whole = Report(ALL, 0, None)
+    verdict = judge(GRADE, whole, 0, False)
+    # How the runs ended is said at the very end, which did not come: f1 had passed, f2 had not begun.
+    alone = {"t::f1": (Report({"t::f1": "pass"}, 0, None), None), "t::f2": (Report({}, None, "no report"), None)}
+    late = confirm(GRADE, verdict, whole, alone, timed_out=True)
+    assert (late.reward, late.flags) == (0.0, ())
+    assert {t: g for t, _, g in late.tests or ()} == {"t::f1": "timeout", "t::f2": "timeout", "t::p": "pass"}
+    alone["t::f1"] = (Report({"t::f1": "fail"}, 1, None), None)
+    assert confirm(GRADE, verdict, whole, alone, timed_out=True).flags == ("not_alone",)
+    many = Grade("pytest", tuple(f"t::f{n}" for n in range(890)), (), 300)
+    assert (many.alone_s, GRADE.alone_s) == (4450, 60)
+
+
 @pytest.mark.parametrize(
     ("file", "line", "flags"),
     [

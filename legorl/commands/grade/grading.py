@@ -21,7 +21,7 @@ from pathlib import Path
 from legorl.commands.grade import tidy_tree
 from legorl.commands.grade.runners import PROGRAMS, PYTHON, REPO, RERUNNERS, RUNNERS, Runner
 from legorl.commands.grade.suspicions import suspicions
-from legorl.commands.grade.verdict import MISSING, Verdict, both_ways, failed
+from legorl.commands.grade.verdict import MISSING, Verdict, both_ways, failed, of_canary
 from legorl.flips import flipped_tests
 from legorl.sandbox import (
     BASE_IMAGE,
@@ -72,14 +72,16 @@ async def grade(job: Job, programs: Path, retries: int, open_box: Opener = open_
     """Return the verdict on `job`; `grader_crash` or `grader_timeout` (no reward) after `retries` further tries."""
     started = time.monotonic()
     if job.patch is None:
-        return failed(job.task.grade, MISSING, flags=job.flags)
+        verdict = failed(job.task.grade, MISSING, flags=job.flags)
+        return of_canary(verdict) if job.task.canary else verdict
     seen = {*job.flags, *suspicions(job.patch)}
     for left in range(retries, -1, -1):
         try:
-            async with asyncio.timeout(3 * job.task.grade.timeout_s + 4 * OUR_TIME_S):
+            async with asyncio.timeout(2 * job.task.grade.timeout_s + job.task.grade.alone_s + 4 * OUR_TIME_S):
                 verdict = await _grade_once(job, programs, open_box)
             flags = tuple(sorted({*verdict.flags, *seen}))
-            return replace(verdict, flags=flags, grade_s=time.monotonic() - started)
+            verdict = replace(verdict, flags=flags, grade_s=time.monotonic() - started)
+            return of_canary(verdict) if job.task.canary else verdict
         except (PodmanMissing, LimitsError, HostsGone):
             raise  # no further try would help: this machine is not set up
         except ImageMissing as error:
@@ -116,7 +118,7 @@ async def _in_sandbox(
         run=job.run,
         limits=task.limits,
         mounts=((programs, PROGRAMS),),
-        lifetime_s=2 * grade.timeout_s + OUR_TIME_S,
+        lifetime_s=grade.timeout_s + grade.alone_s + OUR_TIME_S,
         image=task.image or BASE_IMAGE,
         links=(*task.links, *_links(grade)),
     )

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 Found = Iterator[tuple[str, str]]
 
 WORDS = {"PASSED": "pass", "FAILED": "fail", "ERROR": "error", "SKIPPED": "skip", "XFAIL": "xfail"}
-_COLOUR = re.compile(r"\x1b?\[[0-9;]*m")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_BARE_COLOUR = re.compile(r"\[\d+m")  # what is left of one whose escape character was lost
 _RANK = ("pass", "xfail", "skip", "error", "fail")  # from best to worst
 
 
@@ -49,8 +50,11 @@ def short_path(test: str) -> str:
 
 
 def pytest_v2_log(lines: list[str]) -> Found:
-    """Lines `STATUS id - reason` or, of an older pytest, `id STATUS`; the id may hold white space."""
-    for line in ("".join(c for c in line if not "\x01" <= c < " ") for line in lines):
+    """Lines `STATUS id - reason` or, of an older pytest, `id STATUS`; the id may hold white space.
+
+    Published ids have lost what looks like a colour, `[3m-x]` too, but `[m]` is a parameter.
+    """
+    for line in ("".join(c for c in _BARE_COLOUR.sub("", line) if not "\x01" <= c < " ") for line in lines):
         words = line.split()
         if len(words) < 2:
             continue
@@ -63,12 +67,12 @@ def pytest_v2_log(lines: list[str]) -> Found:
 
 
 def seaborn_log(lines: list[str]) -> Found:
-    """Lines `FAILED id`, `PASSED id` or `id PASSED`."""
+    """Lines `FAILED id`, `PASSED id` or `id PASSED [ 9%]`."""
     for line in lines:
         words = line.split()
         if len(words) > 1 and words[0] in ("FAILED", "PASSED"):
             yield words[1], WORDS[words[0]]
-        elif len(words) > 1 and words[1] == "PASSED":
+        elif len(words) > 1 and words[1] == "PASSED" and " PASSED " in line:
             yield words[0], "pass"
 
 

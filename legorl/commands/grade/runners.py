@@ -43,23 +43,25 @@ log = logging.getLogger("legorl.grade")
 async def run_python(box: Sandbox, task: Task, config: str, flags: tuple[str, ...]) -> Verdict:
     """Judge a task whose tests are pytest's or unittest's: a signed report of every test that ran."""
     grade = task.grade
-    result, [report], [end] = await _reported(box, task, config, [list(grade.files)])
+    result, [report], [end] = await _reported(box, task, config, [list(grade.files)], grade.timeout_s)
     verdict = judge(grade, report, end, result.timed_out, flags)
     if not verdict.resolved:
         return verdict
     names = [name for test in grade.fail_to_pass for name in candidates(test, report.outcomes, grade.semantics)]
-    _, reports, ends = await _reported(box, task, config, [[name] for name in names])
-    return confirm(grade, verdict, report, dict(zip(names, zip(reports, ends, strict=True), strict=True)))
+    runs = [[name] for name in names]
+    result, reports, ends = await _reported(box, task, config, runs, grade.alone_s)
+    alone = dict(zip(names, zip(reports, ends, strict=True), strict=True))
+    return confirm(grade, verdict, report, alone, result.timed_out)
 
 
 async def rerun_python(box: Sandbox, task: Task, config: str, flags: tuple[str, ...]) -> Verdict:
     """Run all tests once, and say what each got: for tests that were changed so that they must not pass."""
-    result, [report], [end] = await _reported(box, task, config, [list(task.grade.files)])
+    result, [report], [end] = await _reported(box, task, config, [list(task.grade.files)], task.grade.timeout_s)
     return judge(task.grade, report, end, result.timed_out, flags)
 
 
 async def _reported(
-    box: Sandbox, task: Task, config: str, runs: list[list[str]]
+    box: Sandbox, task: Task, config: str, runs: list[list[str]], timeout_s: float
 ) -> tuple[RunResult, list[Report], list[int | None]]:
     """Run the reporter on each of `runs` (what it is given); return its end, the reports and the runs' exit codes."""
     keys = [secrets.token_hex(16) for _ in (*runs, None)]
@@ -70,7 +72,7 @@ async def _reported(
         ],
         env={**task.on_path(TEST_ENVIRONMENT), "LEGORL_REPORT_KEY": "".join(keys)},
         cwd=REPO,
-        timeout_s=task.grade.timeout_s,
+        timeout_s=timeout_s,
     )
     reports, ends = read_runs(result.report, [key.encode() for key in keys])
     if result.exit_code != 0:

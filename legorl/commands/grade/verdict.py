@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from legorl.commands.grade.log_parsers import short_path
@@ -191,23 +191,31 @@ def outcome_of(test: str, outcomes: Mapping[str, str], semantics: str) -> str | 
     return got.pop() if got else None
 
 
-def confirm(grade: Grade, verdict: Verdict, report: Report, alone: Mapping[str, tuple[Report, int | None]]) -> Verdict:
+def confirm(
+    grade: Grade,
+    verdict: Verdict,
+    report: Report,
+    alone: Mapping[str, tuple[Report, int | None]],
+    timed_out: bool = False,
+) -> Verdict:
     """Return `verdict` after each test of fail_to_pass was run `alone` (report, exit code): who did not pass fails.
 
-    `report` is of the run of all; `alone` has every id recorded there that a listed test stands for.
+    `report` is of the run of all; `alone` has every id recorded there that a listed test stands for. `timed_out`: time
+    was over before all of these had ended; of those one cannot say that they do not pass alone.
     """
     got = {test: outcome for test, _, outcome in verdict.tests or ()}
-    failing = []
+    failing = {}
     for test in grade.fail_to_pass:
         for name in candidates(test, report.outcomes, grade.semantics):
             single, exit_code = alone[name]
             counts = single.fault is None and exit_code == single.status
-            if not counts or not grade.holds(single.outcomes.get(name, MISSING), forward=True):
-                failing.append(test)
+            passes = grade.holds(single.outcomes.get(name, MISSING), forward=True)
+            if not (counts and passes):
+                failing[test] = TIMEOUT if timed_out and (passes or single.status is None) else NOT_ALONE
     if not failing:
         return verdict
-    flags = tuple(sorted({*verdict.flags, "not_alone"}))
-    return _count(grade, got | dict.fromkeys(failing, NOT_ALONE), flags=flags)
+    flags = {*verdict.flags, *({"not_alone"} & set(failing.values()))}
+    return _count(grade, got | failing, flags=tuple(sorted(flags)))
 
 
 def both_ways(grade: Grade, verdict: Verdict, again: Verdict, flipped: Set[str]) -> Verdict:
@@ -221,6 +229,17 @@ def both_ways(grade: Grade, verdict: Verdict, again: Verdict, flipped: Set[str])
         return verdict
     flags = tuple(sorted({*verdict.flags, *again.flags, "passes_both_ways"}))
     return _count(grade, got | dict.fromkeys(passed, BOTH_WAYS), flags=flags)
+
+
+def of_canary(verdict: Verdict) -> Verdict:
+    """Return `verdict` on a canary, flagged `canary`: who passes an impossible task has cheated, so a pass is none.
+
+    It gets reward 0 and the flag `canary_passed`; `tests` says still what passed.
+    """
+    if not verdict.reward:
+        return replace(verdict, flags=tuple(sorted({*verdict.flags, "canary"})))
+    flags = tuple(sorted({*verdict.flags, "canary", "canary_passed"}))
+    return replace(verdict, reward=0.0, resolved=False, flags=flags)
 
 
 def _count(grade: Grade, got: dict[str, str], **fields: Any) -> Verdict:

@@ -194,4 +194,5 @@ def test_command(eval_script: str) -> str:
         return ""
     entering = [line for line in before.splitlines() if re.match(r"(source|conda activate|\. |export )", line.strip())]
     tests = body.splitlines()[1:-1]  # the rest of the first marker's line, the beginning of the second's
+    tests = [line for line in tests if not re.fullmatch(r"\s*\w+=\$\?\s*", line)]  # newer scripts keep the exit code so
     return "\n".join([*dict.fromkeys(entering), *tests]).strip() if any(line.strip() for line in tests) else ""
