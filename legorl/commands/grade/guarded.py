@@ -9,10 +9,11 @@ graded tree: it forks a child for each run and waits for it. A child knows the k
 takes its own key, with which it signs how every child ended, from the pipe after the last child is dead. The code under
 test shares its child with the reporter and can, with enough effort, find that run's key in memory: see docs/grading.md.
 
-Standard library only, and nothing of legorl: the container has neither.
+Standard library only, and nothing of legorl: the container has neither. What runs beside the tests (this, and the
+reporters of pytest and unittest) runs in the task's Python, back to 3.6.
 """
 
-# ruff: noqa: PTH100, PTH118, PTH120
+# ruff: noqa: PTH100, PTH108, PTH118, PTH120, PTH208
 import ctypes
 import hashlib
 import hmac
@@ -22,6 +23,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 
 KEY_BYTES = 32
@@ -43,12 +45,18 @@ def take_keys():
         return keys, report, json.loads(sys.argv.pop())
     text = os.environ.pop("LEGORL_REPORT_KEY").encode()
     report = int(os.environ.pop("LEGORL_REPORT_FD"))
-    keys = os.memfd_create("keys", 0)
+    keys = os.memfd_create("keys", 0) if hasattr(os, "memfd_create") else _unnamed_file()
     os.write(keys, text)
     os.lseek(keys, 0, os.SEEK_SET)
     for descriptor in (keys, report):
         os.set_inheritable(descriptor, True)
     os.execv(sys.executable, [sys.executable, "-s", "-B", *sys.argv, str(report), str(keys)])
+
+
+def _unnamed_file():
+    descriptor, name = tempfile.mkstemp()
+    os.unlink(name)
+    return descriptor
 
 
 def dumpable(yes):
@@ -89,7 +97,8 @@ def guarded(keys, report, runs):
         child = os.fork()
         if not child:
             _play(keys, report, key, run)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        status = os.waitpid(child, 0)[1]
+        statuses.append(-os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
         kill_others()
     make_sender(report, os.read(keys, KEY_BYTES))(event="ended", statuses=statuses)
     os._exit(0)
@@ -131,6 +140,15 @@ def open_tree(settings):
     sys.path[:0] = [os.path.normpath(os.path.join(settings["root"], name)) for name in settings["python_path"]]
 
 
+def standard_names():
+    """Return the names of the standard library's modules and packages."""
+    if hasattr(sys, "stdlib_module_names"):  # since Python 3.10
+        return set(sys.stdlib_module_names)
+    home = os.path.dirname(os.__file__)
+    files = [*os.listdir(home), *os.listdir(os.path.join(home, "lib-dynload"))]
+    return {name.partition(".")[0] for name in files} | set(sys.builtin_module_names)
+
+
 class TrustedFirst(importlib.abc.MetaPathFinder):
     """Finds the standard library and pytest where they were at the start, whatever the graded tree calls its modules.
 
@@ -139,7 +157,7 @@ class TrustedFirst(importlib.abc.MetaPathFinder):
 
     def __init__(self, own):
         self.path = [p for p in sys.path if p]
-        self.names = (set(sys.stdlib_module_names) | set(TEST_MODULES)) - set(own)
+        self.names = (standard_names() | set(TEST_MODULES)) - set(own)
 
     def find_spec(self, name, path=None, target=None):
         if path is None and name in self.names:

@@ -6,6 +6,7 @@ Each of `runs` is a list of what pytest is given: files, folders or node ids. gu
 being forged. What this module makes hard is changing pytest itself from inside.
 """
 
+# ruff: noqa: B905
 import sys
 
 from guarded import guarded, open_tree, take_keys
@@ -32,12 +33,12 @@ class Reporter:
             (_pytest.python.Function, "runtest"),
             (pytest.Session, "perform_collect"),
         ]
-        self.originals = [owner.__dict__[name] for owner, name in self.places]
+        self.originals = [owner.__dict__.get(name) for owner, name in self.places]  # not every version has them all
         # Marked here: this module is imported where there is no pytest, too.
         pytest.hookimpl(hookwrapper=True, tryfirst=True)(type(self).pytest_runtest_call)
 
     def tampered(self) -> list:
-        pairs = zip(self.places, self.originals, strict=True)
+        pairs = zip(self.places, self.originals)
         return [name for (owner, name), original in pairs if owner.__dict__.get(name) is not original]
 
     def pytest_runtest_call(self, item):

@@ -32,6 +32,11 @@ STEERING = {
 SECTIONS = {"pyproject.toml": "[tool.pytest", "tox.ini": "[pytest]", "setup.cfg": "[tool:pytest]"}
 TOOLS = {"python", "python3", "pytest", "py.test", "git", "sh", "bash", "env", "curl", "pip"}
 TEST_MODULES = {"pytest", "_pytest", "pluggy", "iniconfig"}
+# The image's own Python may be older than 3.10, which has the list.
+STANDARD = set(
+    getattr(sys, "stdlib_module_names", ())
+    or {*sys.builtin_module_names, *(path.stem for path in Path(os.__file__).parent.iterdir())}
+)
 
 
 def flag_of(path: Path) -> str:
@@ -112,7 +117,7 @@ def tidy(root: Path, manifest: dict) -> "list[str]":
 
     left: dict = {}
     for path in manifest["test_paths"]:
-        left |= {there(p): digest(p) for p in files_at(root, path) if not is_compiled(p)}
+        left.update((there(p), digest(p)) for p in files_at(root, path) if not is_compiled(p))
         if not behind_link(root, path):
             remove(root / path)
     if left != manifest["tests"]:
@@ -133,7 +138,7 @@ def tidy(root: Path, manifest: dict) -> "list[str]":
     if {name: section(root / name) for name in SECTIONS} != manifest["sections"]:
         flags.add("pytest_config")
     names = {path.name.partition(".")[0] for path in root.iterdir()} - set(manifest["top"])
-    if names & (set(sys.stdlib_module_names) | TEST_MODULES):
+    if names & (STANDARD | TEST_MODULES):
         flags.add("shadows_module")
     places = [p for p in (root, root / "bin") if p.is_dir() and not p.is_symlink()]
     tools = {there(p) for place in places for p in place.iterdir() if p.name in TOOLS and os.access(p, os.X_OK)}

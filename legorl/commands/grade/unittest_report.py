@@ -6,6 +6,7 @@ Each of `runs` is a list of test files, folders to discover tests in, and ids (`
 guarded.py says how records are kept from being forged. A test's record is sent when the test is over, cleanup included.
 """
 
+# ruff: noqa: B905
 import sys
 import unittest
 from pathlib import Path
@@ -29,10 +30,10 @@ class Result(unittest.TestResult):
             (unittest.case._Outcome, "testPartExecutor"),  # type: ignore[attr-defined]
             (unittest.TestSuite, "run"),
         ]
-        self.originals = [owner.__dict__[name] for owner, name in self.places]
+        self.originals = [owner.__dict__.get(name) for owner, name in self.places]  # not every version has them all
 
     def tampered(self) -> list:
-        pairs = zip(self.places, self.originals, strict=True)
+        pairs = zip(self.places, self.originals)
         return [name for (owner, name), original in pairs if owner.__dict__.get(name) is not original]
 
     def startTest(self, test) -> None:
