@@ -47,6 +47,7 @@ while True:
 SCRIPT = [
     {"match": "^make", "text": "echo hi > hello.txt"},
     {"match": "^slow", "text": "echo hi > hello.txt; sleep 1000"},
+    {"match": "^import", "text": "cd / && python3 -c 'import json, inner; print(inner.OK, json.dumps([1]))'"},
     {"match": "^rc [0-9]+$", "text": "DONE"},
 ]
 
@@ -190,13 +191,21 @@ def test_podman_missing(tmp_path: Path, lego_serve: str) -> None:
 
 @pytest.mark.podman
 def test_a_lost_engine_is_retried_counted_and_taken_up_by_a_rerun(tmp_path: Path, lego_serve: str) -> None:
-    """No script line fits this task: the engine fails it."""
-    lost, good = small_task(tmp_path / "t", "lost", "unheard of"), small_task(tmp_path / "t", "good", "make it")
+    """No script line fits the task `lost`: the engine fails it."""
+    lost, good = small_task(tmp_path / "t", "lost", "unheard of"), small_task(tmp_path / "t", "good", "import it")
+    table = (
+        (good / "task.toml").read_text().replace('runner = "pytest"', 'runner = "pytest"\npython_path = ["src", "."]')
+    )
+    (good / "task.toml").write_text(table)
+    (good / "repo" / "src").mkdir()
+    (good / "repo" / "src" / "inner.py").write_text("OK = 'found'\n")
+    (good / "repo" / "json.py").write_text("raise SystemExit('the standard library comes first')\n")
     argv = (lost, good, "--out", tmp_path / "out", "--harness", loop_harness(tmp_path), "-n", 1, "--retries", 1)
     first = rollout(*argv, serve=lego_serve)
     assert first.returncode == 3 and "1 of 2 attempts were lost" in first.stderr
     rows = {r["task_id"]: r for r in rows_of(first)}
     assert (rows["lost"]["outcome"], rows["lost"]["blame"], len(rows["lost"]["history"])) == ("engine_lost", "infra", 1)
+    assert "found [1]" in rows["good"]["log_tail"]  # the agent can import what the task's tests can
     again = rollout(*argv, "--max-lost", 0.5, serve=lego_serve)
     assert again.returncode == 0
     assert sorted(again.stdout.split()) == sorted(first.stdout.split())

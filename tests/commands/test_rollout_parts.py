@@ -12,8 +12,9 @@ from builders import small_task
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legorl.commands.rollout.attempt import HOME, Job, own_seconds, pack_home, patched_files
+from legorl.commands.rollout.attempt import Job, own_seconds, patched_files
 from legorl.commands.rollout.durable import Store
+from legorl.commands.rollout.home import HOME, pack_home
 from legorl.commands.rollout.schedule import make_all
 from legorl.commands.rollout.verdict import STOPS, Seen, decide
 from legorl.control import Session

@@ -10,8 +10,6 @@ it stands a hard limit on wall time, which is no fault of the model's: an engine
 import asyncio
 import contextlib
 import hashlib
-import io
-import tarfile
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from legorl import schema, tree
+from legorl.commands.rollout.home import HOME, REPO, import_files, pack_home
 from legorl.commands.rollout.verdict import Seen, Verdict, decide
 from legorl.control import Closed, Control, Health, ServeError, Session, SessionRequest
-from legorl.harness import BASE_URL, Harness, HarnessError, Launch
+from legorl.harness import BASE_URL, Harness, Launch
 from legorl.options import printable
 from legorl.outcomes import blame_of
 from legorl.sandbox import (
@@ -40,8 +39,6 @@ from legorl.sandbox.container import Opener
 from legorl.sandbox.errors import HostsGone
 from legorl.task import Task, pack
 
-HOME = "/home/agent"
-REPO = "/ws/repo"
 ENVIRONMENT = {
     "HOME": HOME,
     "TMPDIR": "/tmp",
@@ -217,22 +214,8 @@ async def _prepare(box: Sandbox, job: Job, settings: Settings, health: Health, s
     )
     await box.put(pack(job.task.repo), REPO)
     await box.commit(REPO)
-    await box.put(pack_home(launch.files), HOME)
+    await box.put(pack_home({**import_files(job.task, settings.harness), **launch.files}), HOME)
     return replace(launch, env={**job.task.on_path(ENVIRONMENT), **launch.env})
-
-
-def pack_home(files: dict[str, str]) -> bytes:
-    """Return the harness's files as a tar of the home folder. Raises HarnessError for a path outside it."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for path, text in files.items():
-            if not path.startswith(HOME + "/") or ".." in path.split("/"):
-                raise HarnessError(f"a harness file can write only below {{home}}, not {path}")
-            body = text.encode()
-            info = tarfile.TarInfo(path[len(HOME) + 1 :])
-            info.size, info.mode = len(body), 0o600
-            tar.addfile(info, io.BytesIO(body))
-    return buffer.getvalue()
 
 
 async def _play(
