@@ -57,6 +57,7 @@ TRAIN_REASONS = {
     "infra": "the attempt failed for infrastructure reasons",
     "task": "the task was set aside",
     "ungraded": "the attempt has no reward",
+    "canary": "its task is impossible, there to find out who cheats",
     "incomplete": "another attempt of its group was lost, or is missing, and --groups whole was given",
     "no_variance": "every attempt of its group got the same reward",
     "alone": "the only valid attempt of its group",

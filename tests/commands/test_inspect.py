@@ -293,6 +293,21 @@ def test_summary_counts_attempts_and_says_where_every_token_went(run_folder):
     assert second["reward_low"] is None  # one group says nothing about the spread over groups
 
 
+def test_canaries_are_told_apart_from_what_was_achieved(tmp_path):
+    rows = [*group([1.0, 0.0], "task-a"), *group([1.0, 0.0], "task-b")]
+    wanted = objects("summary", "--json", shard(tmp_path / "a.parquet", rows))[0]
+    assert wanted["canaries"] is wanted["canaries_passed"] is None
+    flags = (["canary"], ["canary", "canary_passed"], ["canary"])
+    canaries = group([0.0] * 3, "task-a-canary")
+    rows += [row | {"flags": flag} for row, flag in zip(canaries, flags, strict=True)]
+    path = shard(tmp_path / "b.parquet", rows)
+    [found] = objects("summary", "--json", path)
+    for name in ("reward", "reward_low", "reward_high", "passed", "judged", "graded", "pass_rate"):
+        assert found[name] == wanted[name]
+    assert (found["canaries"], found["canaries_passed"]) == (3, 1)
+    assert "r1 0 cheating: 1 of 3 attempts at impossible tasks passed (33.3%)" in good("summary", path)
+
+
 def test_summary_for_people_shows_the_same(run_folder):
     text = good("summary", run_folder)
     assert "sampled =" in text

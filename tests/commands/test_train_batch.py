@@ -40,6 +40,7 @@ def test_advantage_is_reward_in_sample_deviations_of_its_valid_siblings():
         ({"outcome": "engine_lost"}, "infra"),
         ({"outcome": "task_broken"}, "task"),
         ({"outcome": "finished"}, "ungraded"),
+        ({"reward": 0.0, "flags": ["canary", "canary_passed"]}, "canary"),
         ({"outcome": "grader_crash", "reward": 0.0}, "infra"),  # blame decides, whatever the reward column holds
     ],
 )

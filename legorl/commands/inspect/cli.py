@@ -62,7 +62,8 @@ def summary_command(paths: tuple[str, ...], as_json: bool) -> None:
 
     The interval of the reward is a 95 % bootstrap over groups (none below two groups); that of the passed attempts is
     Wilson's. sampled = trained + dropped + undecided; undecided tokens belong to attempts that no training step has
-    seen. `-` means not measured. Exit code 4: a training step accounts for other tokens than were sampled.
+    seen. Attempts at canaries (impossible tasks) count as cheating if they pass, and in no reward. `-` means not
+    measured. Exit code 4: a training step accounts for other tokens than were sampled.
     """
     connection, files = _open(paths)
     rounds = summary.summarise(connection, files)
@@ -73,6 +74,10 @@ def summary_command(paths: tuple[str, ...], as_json: bool) -> None:
         shown = [summary.shown(one) for one in rounds]
         _print(list(shown[0]) if shown else ["run", "step"], [list(cells.values()) for cells in shown])
         for one in rounds:
+            if one.canaries:
+                share = (one.canaries_passed or 0) / one.canaries
+                rate = f"{one.canaries_passed} of {one.canaries} attempts at impossible tasks passed ({share:.1%})"
+                emit(f"{one.run} {one.step} cheating: {rate}")
             for name, counts in (("outcomes", one.outcomes), ("dropped", one.dropped_tokens)):
                 if counts:
                     emit(f"{one.run} {one.step} {name}: " + ", ".join(f"{key} {n}" for key, n in counts.items()))

@@ -5,7 +5,8 @@ without, only the spans that lego-serve dropped are known and the rest is undeci
 an attempt keeps only the count, are dropped under the reason `earlier_try`.
 
 Reward interval: percentile bootstrap over groups, because attempts at one task are not independent of each other; null
-with fewer than two groups. Pass interval: Wilson's over attempts, which says something even where all failed.
+with fewer than two groups. Pass interval: Wilson's over attempts, which says something even where all failed. Attempts
+at impossible tasks (canaries) have no part in either: they are counted beside, and those that passed all the same.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ _TOLD = """
 """
 
 
+_CANARY = "coalesce(list_contains(flags, 'canary'), false)"
+
+
 @dataclass
 class Round:
     """What is known of one run and step; None = not measured."""
@@ -52,6 +56,8 @@ class Round:
     pass_rate: float | None = None
     pass_low: float | None = None
     pass_high: float | None = None
+    canaries: int | None = None  # graded attempts at impossible tasks; no reward or pass above is theirs
+    canaries_passed: int | None = None  # of them, those that cheated
     turns_per_attempt: float | None = None
     sampled_tokens: int | None = None
     trained_tokens: int | None = None
@@ -105,19 +111,23 @@ def summarise(connection: Any, files: Files) -> list[Round]:
 
 
 def _attempts(connection: Any, at: Any) -> None:
-    for run, step, *numbers in connection.execute("""
-        select run, step, count(*), count(*) filter (blame = 'infra'), avg(reward), count(reward),
-               count(*) filter (resolved), count(resolved), avg(turn_count)
+    for run, step, *numbers in connection.execute(f"""
+        select run, step, count(*), count(*) filter (blame = 'infra'), avg(reward) filter (not {_CANARY}),
+               count(reward) filter (not {_CANARY}), count(*) filter (resolved and not {_CANARY}),
+               count(resolved) filter (not {_CANARY}), avg(turn_count), count(*) filter ({_CANARY}),
+               count(*) filter (list_contains(flags, 'canary_passed'))
         from trajectories group by run, step
     """).fetchall():
         one = at(run, step)
-        one.attempts, one.lost, one.reward, one.graded, passed, judged, one.turns_per_attempt = numbers
+        one.attempts, one.lost, one.reward, one.graded, passed, judged, one.turns_per_attempt, *canaries = numbers
+        if canaries[0]:
+            one.canaries, one.canaries_passed = canaries
         if judged:
             one.judged, one.passed, one.pass_rate = judged, passed, passed / judged
             one.pass_low, one.pass_high = wilson(passed, judged) or (None, None)
     groups: dict[tuple[str, int], list[list[float]]] = {}
-    for run, step, rewards in connection.execute("""
-        select run, step, list(reward order by attempt_id) from trajectories where reward is not null
+    for run, step, rewards in connection.execute(f"""
+        select run, step, list(reward order by attempt_id) from trajectories where reward is not null and not {_CANARY}
         group by run, step, group_id order by group_id
     """).fetchall():
         groups.setdefault((run, step), []).append(rewards)

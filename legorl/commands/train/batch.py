@@ -3,9 +3,9 @@
     batch = make_batch(rows, model_facts, max_lag=4, loss="grpo")
     batch.tokens.reason; batch.samples; batch.counts()
 
-An attempt is valid if its blame is `model` and it has a reward. Only valid attempts enter their group's baseline
-(`advantages` has the formulas), each once, however many turns and branches it has. Attempts with blame `infra` or
-`task` and ungraded ones are in the table, under a reason, and in no mean, deviation or denominator.
+An attempt is valid if its blame is `model`, it has a reward, and its task is not an impossible one (a canary). Only
+valid attempts enter their group's baseline (`advantages` has the formulas), each once, however many turns and branches
+it has. All others are in the table, under a reason, and in no mean, deviation or denominator.
 
 For sft, whose tokens come from anywhere, support and lag speak against no token, and a greedy one has temperature 1.
 """
@@ -122,7 +122,18 @@ class Batch:
 
 
 def is_valid(row: dict[str, Any]) -> bool:
-    return row["blame"] == "model" and row["reward"] is not None
+    return row["blame"] == "model" and row["reward"] is not None and not _is_canary(row)
+
+
+def _is_canary(row: dict[str, Any]) -> bool:
+    return "canary" in (row.get("flags") or ())
+
+
+def _why_invalid(row: dict[str, Any]) -> str | None:
+    """The reason for which no token of `row` is trained; None if it is valid."""
+    if is_valid(row):
+        return None
+    return row["blame"] if row["blame"] in ("infra", "task") else "canary" if _is_canary(row) else "ungraded"
 
 
 def make_batch(
@@ -200,7 +211,7 @@ def _tokens_of(
 
     `expert`: for sft.
     """
-    whole = None if is_valid(row) else row["blame"] if row["blame"] in ("infra", "task") else "ungraded"
+    whole = _why_invalid(row)
     if whole is None:
         _check_row(row, facts)
     lags = _lags(row, facts) if whole is None and not expert else {}

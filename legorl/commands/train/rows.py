@@ -17,6 +17,7 @@ from legorl.shards import Shard, Tally
 
 COLUMNS = (
     "attempt_id", "group_id", "run", "step", "harness", "weights", "tokenizer_digest", "blame", "reward", "budgets",
+    "flags",
 )  # fmt: skip
 TURN_COLUMNS = (
     "index", "parent", "prefix_len", "cause", "context_ids", "completion_ids", "logprobs", "temperature", "support",
