@@ -36,21 +36,23 @@ def mutants(source: bytes, rng: random.Random, per_rule: int) -> Iterator[Mutant
     Raises SyntaxError for a source that is not Python, UnicodeDecodeError for one that is not UTF-8.
     """
     code = Code(source)
-    same = ast.dump(code.tree)
     seen = {source}
     for name, node in _targets(code.tree):
+        size, place = complexity(node), code.lines_of(node)
+        start, end = code.lines(*place)
+        same = _parsed(source[start:end])
         for rule in RULES:
-            if not isinstance(node, rule.on) or not rule.least <= complexity(node) <= rule.most:
+            if not isinstance(node, rule.on) or not rule.least <= size <= rule.most:
                 continue
             for _ in range(per_rule):
                 sites = _choose(list(rule.sites(code, node, rng)), rule, rng)
-                text = code.edited([edit for site in sites for edit in site])
-                if text in seen or not _parses_differently(text, same):
+                edits = [edit for site in sites for edit in site]
+                text = code.edited(edits)
+                if text in seen or _parsed(text[start : end + len(text) - len(source)]) in (None, same):
                     continue
                 seen.add(text)
-                edits = [edit for site in sites for edit in site]
                 span = min(e.start for e in edits), max(e.end for e in edits)
-                yield Mutant(rule.name, name, code.lines_of(node), len(sites), span, text)
+                yield Mutant(rule.name, name, place, len(sites), span, text)
 
 
 def _targets(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -77,8 +79,12 @@ def _choose(sites: list[Site], rule: Rule, rng: random.Random) -> list[Site]:
     return kept
 
 
-def _parses_differently(text: bytes, same: str) -> bool:
+def _parsed(lines: bytes) -> str | None:
+    """The syntax tree of the whole lines of a function or class, written out; None if they are no Python.
+
+    It stands for the whole file's, which would take most of the time there is.
+    """
     try:
-        return ast.dump(ast.parse(text)) != same
+        return ast.dump(ast.parse(b"if 1:\n" + lines if lines[:1].isspace() else lines))
     except (SyntaxError, ValueError):
-        return False
+        return None

@@ -68,6 +68,10 @@ class Code:
             start = self._starts[first - 1]
         return start, end
 
+    def lines(self, first: int, last: int) -> tuple[int, int]:
+        """Bytes of the lines from `first` to `last`."""
+        return self._starts[first - 1], self._starts[last]
+
     def edited(self, edits: Sequence[Edit]) -> bytes:
         """The source with `edits`, no two of which overlap."""
         text = self.source
