@@ -88,7 +88,7 @@ class Hosts:
                 place.failures = 0
                 yield box
         except SandboxError as error:
-            if box is None:
+            if box is None and not isinstance(error, ImageMissing):  # that is the task's, on every host
                 place.failures += 1
                 await self._judge(place, error)
             raise
@@ -126,7 +126,7 @@ class Hosts:
 async def open_hosts(urls: Sequence[str] = ()) -> AsyncIterator[Hosts]:
     """Reach every host of `urls`, or this machine's own Podman where there are none.
 
-    A host that does not answer is set aside. Raises HostsGone if none answers, ValueError for what is no URL.
+    A host that does not answer is left out. Raises HostsGone if none answers, ValueError for what is no URL.
     """
     names = list(dict.fromkeys(urls)) or [LOCAL]
     found = await asyncio.gather(*(_reach(name) for name in names), return_exceptions=True)
