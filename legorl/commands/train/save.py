@@ -18,6 +18,7 @@ from typing import Any
 
 from legorl import __version__, schema
 from legorl.checkpoint import RECORD, Checkpoint, ModelError
+from legorl.commands.train.ranks import like, whole
 from legorl.shards import OutDir, ShardError, make_meta, sync_folder, sync_tree, write_shard
 
 CHECKPOINT_FORMAT = "checkpoint/1"
@@ -107,12 +108,23 @@ def _fill(
 
 
 def optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:
-    """AdamW's state as tensors named PARAMETER/KEY; empty before the first step."""
+    """AdamW's state as tensors named PARAMETER/KEY; empty before the first step. All processes must ask for it."""
     return {
-        f"{name}/{key}": value.detach().cpu().contiguous()
+        f"{name}/{key}": whole(value.detach()).cpu().contiguous()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """The model's weights, whole, by name; one that has two names is one tensor. All processes must ask for them."""
+    tensors: dict[int, Any] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    wanted = model.state_dict().keys()
+    for _, tensor in named:
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = whole(tensor.detach())
+    return {name: tensors[id(tensor)] for name, tensor in named if name in wanted}
 
 
 def load_optimizer(checkpoint: Checkpoint, model: Any, optimizer: Any) -> bool:
@@ -131,7 +143,7 @@ def load_optimizer(checkpoint: Checkpoint, model: Any, optimizer: Any) -> bool:
             raise ModelError(
                 f"{file}: does not fit parameter {name} of the model beside it; remove the folder to start afresh"
             )
-        optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in entries.items()}
+        optimizer.state[parameter] = {k: v if k == "step" else like(v, parameter) for k, v in entries.items()}
     if state:
         raise ModelError(
             f"{file}: holds {next(iter(state))}, which the model beside it has not; remove it to start afresh"

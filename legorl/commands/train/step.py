@@ -22,27 +22,28 @@ from legorl.attention import enable, why_not
 from legorl.commands.train.batch import TRAINED, Batch
 from legorl.commands.train.objective import Objective, needs_old
 from legorl.commands.train.pack import Micro, Sample, forests, rows
+from legorl.commands.train.ranks import Ranks
 from legorl.commands.train.rows import BatchError, CheckError
 from legorl.commands.train.settings import Settings
-from legorl.model import find_routers, target_logprobs
+from legorl.model import find_routers
 
 
 class Trainer:
-    """A model, its AdamW optimiser and the device they live on (accelerate's choice).
+    """A model, its AdamW optimiser, and the processes and devices that they live on.
 
-    `progress` is called with the number of tokens that a pass over a micro-batch has read.
+    `progress` is called with the number of tokens that a pass of this process over a micro-batch has read.
     """
 
     def __init__(self, settings: Settings, model: Any):
         import torch
-        from accelerate import Accelerator
 
         self.settings = settings
         self.progress: Callable[[int], object] = lambda tokens: None
-        self.accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bf16" else "no")
-        self.model = model.to(self.accelerator.device)
+        self.ranks = Ranks(settings.dtype)
+        self.model = model.to(self.ranks.device)
         self.pack = self._packing()
         self.routers = find_routers(self.model)
+        self.scorer = self.ranks.spread(self.model)
         self.replayed, self.routed = 0, 0  # input positions whose experts were replayed, and all of sparse models
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
 
@@ -64,7 +65,8 @@ class Trainer:
             self.score(batch, _unscored(batch, self.some(others)))
         parts = self._minibatches(trained)
         if needs_old(settings, len(parts)):
-            self.score(batch, _unscored(batch, trained))
+            for part in parts:  # in the micro-batches of its update, so that rounding is the same in both
+                self.score(batch, _unscored(batch, part))
         if not parts:
             gate()
         losses, norms = [], []
@@ -77,7 +79,8 @@ class Trainer:
             if number == 0:
                 gate()
             norms.append(self._move())
-        figures = {"routing/replayed": self.replayed / self.routed} if self.routed else {}
+        replayed, routed = self.ranks.total(self.replayed, self.routed)
+        figures = {"routing/replayed": replayed / routed} if routed else {}
         if not parts:
             return figures
         return figures | {
@@ -112,7 +115,7 @@ class Trainer:
         if micro.experts is None or micro.valid is None or not self.settings.replay:
             return nullcontext()
         self.replayed += int(micro.valid.sum())
-        experts, valid = (torch.as_tensor(a, device=self.accelerator.device) for a in (micro.experts, micro.valid))
+        experts, valid = (torch.as_tensor(a, device=self.ranks.device) for a in (micro.experts, micro.valid))
         return self.routers.replaying(experts.long(), valid)
 
     def _packing(self) -> Callable[[Iterable[Sample], int], list[Micro]]:
@@ -122,30 +125,35 @@ class Trainer:
         enable(self.model)
         return forests
 
+    def _reads(self, samples: Iterable[Sample]) -> int:
+        """How many tokens this process reads in one pass over `samples`."""
+        return sum(micro.tokens for micro, _ in self.ranks.deal(self.pack(samples, self.settings.tokens_per_batch)))
+
     def planned(self, batch: Batch) -> int:
-        """How many tokens `run` will read; an estimate where it may change the advantages."""
+        """How many tokens `run` will read in this process; an estimate where it may change the advantages."""
         trained, others = _split(batch)
         parts = self._minibatches(trained)
-        total = _length(trained)
-        if self.settings.loss == "gspo":
-            total += sum(_length(part) for part in parts[1:])
+        reads = [self._reads(part) for part in parts]
+        total = sum(reads) + (sum(reads[1:]) if self.settings.loss == "gspo" else 0)
         if self.settings.kl == "k1-reward":
-            return total + _length(batch.samples)
+            return total + self._reads(batch.samples)
         if self.settings.loss != "sft":
-            total += _length(self.some(others))
-        return total + (_length(trained) if needs_old(self.settings, len(parts)) else 0)
+            total += self._reads(self.some(others))
+        return total + (sum(reads) if needs_old(self.settings, len(parts)) else 0)
 
     def score(self, batch: Batch, samples: Sequence[Sample], into: np.ndarray | None = None) -> None:
         """Fill `into`, by default `old`, for the targets of `samples`, without gradients."""
         import torch
 
         into = batch.tokens.old if into is None else into
-
+        done = [np.empty(0, np.int64)]
         with torch.no_grad():
-            for micro in self.pack(samples, self.settings.tokens_per_batch):
+            for micro, _ in self.ranks.deal(self.pack(samples, self.settings.tokens_per_batch)):
                 with self._replaying(micro):
                     logprobs, index = self._logprobs(batch, micro)
                 into[index] = logprobs.float().cpu().numpy()
+                done.append(index)
+        self.ranks.collect([into], np.concatenate(done))
 
     def some(self, samples: list[Sample]) -> list[Sample]:
         """A random part of `samples` that reads at most `gate_tokens` tokens."""
@@ -165,14 +173,21 @@ class Trainer:
         """Add the gradient of one minibatch's loss, and let it write down what it did; return the loss."""
         entries = np.concatenate([sample.index for sample in samples])
         objective = Objective(self.settings, batch.tokens, entries, current)
-        total = 0.0
-        for micro in self.pack(samples, self.settings.tokens_per_batch):
+        total, done = 0.0, [np.empty(0, np.int64)]
+        for micro, ours in self.ranks.deal(self.pack(samples, self.settings.tokens_per_batch)):
             with self._replaying(micro):
                 theta, index = self._logprobs(batch, micro)
-                loss = objective(theta, index)
-                self.accelerator.backward(loss)
-            total += float(loss.detach())
-        return total
+                loss = objective(theta, index) if ours else 0.0 * theta.sum()
+                self.ranks.backward(loss)
+            if ours:
+                total += float(loss.detach())
+                done.append(index)
+        tokens, index = batch.tokens, np.concatenate(done)
+        masked = (tokens.reason == "masked").astype(np.int8)
+        columns = (tokens.train, tokens.old, tokens.ratio, tokens.weight, tokens.clipped)
+        self.ranks.collect([*columns, masked], index)
+        tokens.reason[masked == 1] = "masked"
+        return self.ranks.total(total)[0]
 
     def _logprobs(self, batch: Batch, micro: Micro) -> tuple[Any, np.ndarray]:
         """Log-probabilities of one micro-batch's targets, and their entries in the token table.
@@ -189,10 +204,10 @@ class Trainer:
         places = (
             micro.ids, micro.rows, micro.positions, batch.tokens.token[index], batch.tokens.temperature[index]
         )  # fmt: skip
-        tensors = [torch.as_tensor(a, device=self.accelerator.device) for a in places]
+        tensors = [torch.as_tensor(a, device=self.ranks.device) for a in places]
         tensors[3] = tensors[3].long()
-        with self.accelerator.autocast():
-            logprobs = target_logprobs(self.model, *tensors, forest=micro.forest)
+        with self.ranks.accelerator.autocast():
+            logprobs = self.scorer(*tensors, forest=micro.forest)
         self.model.eval()
         self.progress(micro.tokens)
         broken = torch.nonzero(~torch.isfinite(logprobs.detach())).flatten()
@@ -208,7 +223,7 @@ class Trainer:
 
     def _move(self) -> float:
         """One optimiser step; returns the gradient's norm before it was clipped."""
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip))
+        norm = self.ranks.clip(self.model.parameters(), self.settings.grad_clip)
         if not np.isfinite(norm):
             raise BatchError("the gradient is not a finite number; no step was taken")
         self.optimizer.step()
@@ -225,7 +240,3 @@ def _split(batch: Batch) -> tuple[list[Sample], list[Sample]]:
 
 def _unscored(batch: Batch, samples: list[Sample]) -> list[Sample]:
     return [sample for sample in samples if np.isnan(batch.tokens.old[sample.index]).any()]
-
-
-def _length(samples: Iterable[Sample]) -> int:
-    return sum(len(sample.ids) for sample in samples)

@@ -9,6 +9,7 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from legorl.checkpoint import Checkpoint, ModelError
 from legorl.commands.train import gate, save
 from legorl.commands.train.batch import Batch, ModelFacts, make_batch
+from legorl.commands.train.ranks import rank
 from legorl.commands.train.rows import BatchError, CheckError, digest_of
 from legorl.commands.train.settings import Settings
 from legorl.commands.train.updates import batch_figures, updates_table
@@ -80,7 +82,7 @@ def train(
     progress: Callable[[int], Callable[[int], object]] = lambda total: lambda done: None,
     reference: Checkpoint | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Take the step, or find it taken; return the checkpoint's record.
+    """Take the step, or find it taken; return the checkpoint's record, empty in all processes but the first.
 
     `tell` gets words for the user; `progress` gets the number of tokens to read and returns what is called as they are
     read; `reference` is the model of the KL term, where settings.kl names one.
@@ -93,8 +95,8 @@ def train(
     configuration = configuration_of(settings, checkpoint, rows, reference)
     if done := finished(out, configuration):
         return done
-    with save.staging(out) as stage:
-        if done := finished(out, configuration):
+    with save.staging(out) if rank() == 0 else nullcontext() as stage:
+        if stage and (done := finished(out, configuration)):
             return done
         batch = make_batch(
             rows, facts_of(checkpoint), settings.max_lag, settings.loss, settings.overlong, settings.groups == "whole"
@@ -103,7 +105,7 @@ def train(
             require(batch)
         if reference and batch.samples:
             check_reference(reference, checkpoint)
-            _score_reference(batch, settings, reference)
+            score_reference(batch, settings, reference)
         return _step(batch, checkpoint, out, stage, configuration, settings, keep, tell, progress, require_signal)
 
 
@@ -113,7 +115,7 @@ def require(batch: Batch) -> None:
         raise BatchError(f"nothing to train ({reasons(batch)}), and --require-signal was given")
 
 
-def _score_reference(batch: Batch, settings: Settings, reference: Checkpoint) -> None:
+def score_reference(batch: Batch, settings: Settings, reference: Checkpoint) -> None:
     """Fill `ref`. The reference's model is gone again before the policy is loaded."""
     from legorl.commands.train.step import Trainer
     from legorl.model import load_model
@@ -121,7 +123,8 @@ def _score_reference(batch: Batch, settings: Settings, reference: Checkpoint) ->
     trained = batch.trained()
     needed = [s for s in batch.samples if settings.kl == "k1-reward" or trained[s.index[0]]]
     if needed:
-        Trainer(settings, load_model(reference.folder, "fp32")).score(batch, needed, batch.tokens.ref)
+        own = replace(settings, replay=False)  # the recorded experts are the policy's choice, not the reference's
+        Trainer(own, load_model(reference.folder, "fp32")).score(batch, needed, batch.tokens.ref)
 
 
 def _step(
@@ -177,9 +180,16 @@ def _step(
         metrics = [{"run": run, "step": version, "name": name, "value": value} for name, value in figures.items()]
         return updates_table(batch, version, checkpoint.digest, digest), metrics
 
+    weights = save.weights_of(trainer.model) if moved else {}
+    state = save.optimizer_state(trainer.model, trainer.optimizer)
+    if stage is None:
+        return {}
+
+    def write(folder: Path) -> None:
+        trainer.model.save_pretrained(folder, state_dict=weights)
+
     record = save.write_checkpoint(
-        out, stage, checkpoint, trainer.model.save_pretrained if moved else None,
-        save.optimizer_state(trainer.model, trainer.optimizer), tables,
+        out, stage, checkpoint, write if moved else None, state, tables,
         {"run": run, "moved": moved, "tokens": batch.counts(), "configuration": configuration,
          "figures": {name: value for name, value in figures.items() if "=" not in name}},
     )  # fmt: skip
