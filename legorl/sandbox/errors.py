@@ -35,7 +35,7 @@ class SandboxLost(SandboxError):
 
 
 class ImageBroken(Exception):
-    """The task's Dockerfile cannot be built; the message has the tail of the build's log."""
+    """The task's Dockerfile cannot be built (the message has the end of the log), or its image can run no sandbox."""
 
 
 class PatchUnusable(Exception):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from legorl import paths
-from legorl.sandbox.errors import ImageMissing, PodmanMissing, SandboxError
+from legorl.sandbox.errors import ImageBroken, ImageMissing, PodmanMissing, SandboxError
 
 SERVICE_HOME = Path("/var/lib/legorl")
 SERVICE_RUNTIME = Path("/run/legorl")
@@ -130,10 +130,12 @@ async def podman(
     return done
 
 
-def failure(what: str, stderr: str) -> SandboxError:
+def failure(what: str, stderr: str) -> SandboxError | ImageBroken:
     """Return the exception that a failed Podman command's stderr calls for."""
     line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
     if any(words in stderr for words in ("image not known", "no such image", "initializing source docker://")):
         base = "; build the base image with `make setup` (python -m legorl.sandbox setup)"
         return ImageMissing(f"{what}: {line}{base if 'legorl-base' in line else ''}")
+    if "failed to exec pid1" in stderr:  # so says the init that Podman puts in
+        return ImageBroken(f"{what}: the image has no python3 on its PATH, which every sandbox needs: {line}")
     return SandboxError(f"{what}: {line}")

@@ -87,6 +87,19 @@ def test_a_dockerfile_is_built_once_for_all_that_have_it(do: Callable, tmp_path:
     do(work())
 
 
+@pytest.mark.podman
+def test_an_image_without_python_is_the_fault_of_the_task(do: Callable, tmp_path: Path) -> None:
+    empty = recipe(tmp_path / "a", "FROM scratch\nCOPY note /note\n", note=str(tmp_path))
+
+    async def work() -> None:
+        with pytest.raises(ImageBroken, match="no python3"):
+            async with open_sandbox(Spec("empty", "tests", SMALL, image=empty)):
+                pass
+        await remove(await ready_image(empty))
+
+    do(work())
+
+
 @pytest.mark.slow
 @pytest.mark.podman
 def test_a_build_that_takes_too_long_is_ended_with_all_it_runs(
