@@ -112,34 +112,41 @@ def test_align_slices():
         token(-1.0, -1.1, turn=0, lag=0, position=0),
         token(-1.0, -1.2, turn=0, lag=1, position=15),
         token(-1.0, -1.4, turn=2, lag=0, position=300),
+        token(-1.0, -1.3, turn=3, lag=0, position=0),
+        token(-1.0, -1.1, turn=3, lag=0, position=1),
     ]
     turns = pa.table(
         {
-            "attempt_id": ["a", "a"],
-            "turn": pa.array([0, 2], pa.int32()),
-            "cause": ["root", "rewrite"],
-            "harness": ["pi", "pi"],
+            "attempt_id": ["a"] * 3,
+            "turn": pa.array([0, 2, 3], pa.int32()),
+            "cause": ["root", "rewrite", "extend"],
+            "harness": ["pi"] * 3,
         }
     )
     figures = dict(metrics.run("align", updates=updates(rows), turns=turns))
     counts = {name: value for name, value in figures.items() if name.endswith("/tokens")}
     assert counts == {
-        "align/tokens": 3,
-        "align/lag=0/tokens": 2,
+        "align/tokens": 5,
+        "align/lag=0/tokens": 4,
         "align/lag=1/tokens": 1,
         "align/turn=0/tokens": 2,
         "align/turn=2/tokens": 1,
-        "align/position=0/tokens": 1,
-        "align/position=1-15/tokens": 1,
+        "align/turn=3/tokens": 2,
+        "align/position=0/tokens": 2,
+        "align/position=1-15/tokens": 2,
         "align/position=256+/tokens": 1,
+        "align/cause=extend/tokens": 2,
         "align/cause=rewrite/tokens": 1,
         "align/cause=root/tokens": 2,
-        "align/harness=pi/tokens": 3,
+        "align/harness=pi/tokens": 5,
+        "align/first=after_tool/tokens": 1,
     }
+    assert figures["align/first=after_tool/logprob_abs_diff_max"] == pytest.approx(0.3)
     assert figures["align/cause=rewrite/logprob_abs_diff_max"] == pytest.approx(0.4)
     names = [name for name in counts if "=" in name]
     assert [n.split("/")[1].split("=")[0] for n in names] == sorted(
-        (n.split("/")[1].split("=")[0] for n in names), key=["lag", "turn", "position", "cause", "harness"].index
+        (n.split("/")[1].split("=")[0] for n in names),
+        key=["lag", "turn", "position", "cause", "harness", "first"].index,
     )
 
 

@@ -16,6 +16,7 @@ with measured as (
             when u.position < 256 then '64-255'
             else '256+'
         end as place,
+        u.position = 0 and t.cause = 'extend' as follows,  -- the first token after a tool's result
         u.sampler_logprob::double as ls,
         u.old_logprob::double as lt,
         isfinite(ls) and isfinite(lt) as finite
@@ -33,6 +34,7 @@ select
         when grouping(place) = 0 then 'position=' || place
         when grouping(cause) = 0 then 'cause=' || cause
         when grouping(harness) = 0 then 'harness=' || harness
+        when grouping(follows) = 0 then case when follows then 'first=after_tool' end
         else 'all'
     end as slice,
     count(*) as tokens,
@@ -50,7 +52,7 @@ select
     avg((r < 0.5 or r > 2)::integer) filter (finite) as ratio_outside,
     avg(r * r) filter (finite) - 1 as chi2
 from compared
-group by grouping sets ((), (lag), (turn), (place), (cause), (harness))
+group by grouping sets ((), (lag), (turn), (place), (cause), (harness), (follows))
 having slice is not null
 order by
-    slice <> 'all', grouping(lag, turn, place, cause, harness), min(lag), min(turn), min(position), slice;
+    slice <> 'all', grouping(lag, turn, place, cause, harness, follows), min(lag), min(turn), min(position), slice;
