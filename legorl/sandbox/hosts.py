@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from legorl.sandbox import probe
 from legorl.sandbox.container import Sandbox, open_sandbox
 from legorl.sandbox.errors import HostsGone, ImageMissing, LimitsError, PodmanMissing, SandboxError
+from legorl.sandbox.limits import memory_bytes
 from legorl.sandbox.local import LocalSeat
 from legorl.sandbox.remote import RemoteHost, connect
 from legorl.sandbox.seat import Seat, Spec
@@ -68,8 +69,7 @@ class Hosts:
 
     async def _ready(self, place: Place, wanted: Collection[Limits]) -> None:
         try:
-            for limits in wanted or (None,):
-                await probe.ensure_ready(limits, place.host)
+            await probe.ensure_ready(max(wanted, key=memory_bytes, default=None), place.host)
         except (LimitsError, ImageMissing, PodmanMissing):
             raise
         except SandboxError as error:

@@ -27,8 +27,8 @@ _THERE = """
 umask 077
 d=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/legorl-XXXXXXXX") && mkdir -m 711 "$d/llm" || exit 1
 trap 'rm -rf "$d"' EXIT HUP TERM INT
-echo "$d/llm"
-while read -r _; do chmod 666 "$d/llm/llm.sock" && echo ok || echo no; done
+echo "legorl: $d/llm"
+while read -r _; do chmod 666 "$d/llm/llm.sock" && echo "legorl: ok" || echo "legorl: no"; done
 """
 
 
@@ -99,17 +99,21 @@ class Tunnel:
             raise SandboxError("ssh -R: the host has made no socket; see AllowStreamLocalForwarding in its sshd_config")
 
     async def _line(self) -> str:
-        """The next line of the shell there. Raises SandboxError if the connection ended or nothing comes."""
+        """What our shell there says next; what its start-up files say is passed over.
+
+        Raises SandboxError if the connection ended or nothing comes.
+        """
         process = self._process
         assert process is not None and process.stdout is not None and process.stderr is not None
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), _CONNECT_S)
+            async with asyncio.timeout(_CONNECT_S):
+                while line := await process.stdout.readline():
+                    if line.startswith(b"legorl: "):
+                        return line.decode().removeprefix("legorl: ").rstrip("\n")
+                said = (await process.stderr.read(4096)).decode(errors="replace").strip().splitlines()
         except TimeoutError:
             raise SandboxError(f"ssh: no answer within {_CONNECT_S:g} s") from None
-        if not line:
-            said = (await process.stderr.read(4096)).decode(errors="replace").strip().splitlines()
-            raise SandboxError(f"ssh: {said[-1] if said else 'the connection ended without a word'}")
-        return line.decode().rstrip("\n")
+        raise SandboxError(f"ssh: {said[-1] if said else 'the connection ended without a word'}")
 
     async def close(self) -> None:
         if self._process is not None:
