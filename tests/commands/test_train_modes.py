@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from commands.test_train_routing import recorded
+from commands.test_verify_routing import sparse_world
 from commands.train_formulas import plain_loss
 from commands.train_rows import World, plain_logprobs, tiny_llama
+from moe import KINDS
 
 from legorl import tree
 from legorl.commands.train.batch import make_batch
 from legorl.commands.train.loss import LOSSES
 from legorl.commands.train.rows import BatchError, CheckError
 from legorl.commands.train.settings import resolve
-from legorl.commands.train.train import check_reference, facts_of, with_constant
+from legorl.commands.train.train import check_reference, facts_of, score_reference, with_constant
 
 BRANCHED = [(-1, None, 6, 4), (0, None, 3, 5), (0, 8, 4, 3), (1, 13, 0, 6), (-1, None, 5, 3)]
 SHAPES = [BRANCHED, [(-1, None, 4, 3)], None, None]
@@ -210,7 +213,7 @@ def test_how_many_tokens_a_step_reads_is_known_before(world, rows):
         from legorl.commands.train.step import Trainer
         from legorl.model import load_model
 
-        settings = replace(resolve(**given), packing="rows")
+        settings = resolve(**given)
         one = Trainer(settings, load_model(world.checkpoint.folder, "fp32"))
         batch, read = make_batch(rows, facts_of(world.checkpoint), 4, settings.loss), []
         one.progress = read.append
@@ -235,3 +238,13 @@ def test_a_reference_of_another_family_is_refused(world, reference, tmp_path):
     other = World(tiny_llama(tmp_path / "v", vocab_size=310)).checkpoint
     with pytest.raises(CheckError, match="vocabulary of 310, the model to train one of 300"):
         check_reference(other, world.checkpoint)
+
+
+def test_a_sparse_reference_chooses_its_own_experts(tmp_path):
+    """The recorded ones are the policy's choice; here they are none that the model would make."""
+    world = sparse_world(KINDS[0], tmp_path / "m")
+    rows = recorded(world)
+    batch = make_batch(rows, facts_of(world.checkpoint), 4)
+    score_reference(batch, resolve(kl="k3"), world.checkpoint)
+    assert any(sample.experts is not None for sample in batch.samples)
+    assert np.allclose(batch.tokens.ref, batch.tokens.sampler, atol=1e-4)  # what the rows were given without a record
