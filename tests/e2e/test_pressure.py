@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import small_task
+from builders import shard, small_task
 from e2e.acting import Acting, Deed, processes_of, sandbox_of, write_script
 from e2e.driving import BIN, Run, harness, rows, until
+from grading import attempt as attempt_at
 
 from legorl.sandbox import limits
 
@@ -150,6 +151,24 @@ def test_a_neighbour_s_hunger_is_not_the_doing_of_an_innocent_attempt(
     # What is killed takes a while to give back its memory, so the kernel may go on and kill the hungry one as well.
     assert {blame for _, blame in (*found["steady"][2], *found["hungry"][2])} == {"infra"}
     assert run.left() == []
+
+
+def test_tests_that_a_neighbour_s_hunger_ends_are_not_failed(run: Run, tmp_path: Path) -> None:
+    task = small_task(tmp_path, "big")
+    test = task / "tests" / "test_task.py"
+    test.write_text(test.read_text().replace("    assert", "    held = bytearray(200 << 20)\n    assert"))
+    patch = b"diff --git a/hello.txt b/hello.txt\nnew file mode 100644\n"
+    patch += b"--- /dev/null\n+++ b/hello.txt\n@@ -0,0 +1 @@\n+hi\n"
+    source = shard(tmp_path / "a.parquet", [attempt_at(task, 0, patch)])
+    argv = [BIN / "lego-grade", source, "--out", run.folder / "graded", "--retries", 0, "--max-lost", 1]
+    with cgroup_around(memory_limit_in_bytes=150 << 20) as name:
+        done = run.do("env", f"LEGORL_CGROUP={name}", *argv)
+    assert done.returncode == 0, done.stderr
+    (row,) = rows(run.folder / "graded")
+    assert (row["outcome"], row["blame"], row["reward"]) == ("grader_crash", "infra", None)
+    assert "the host had no memory left" in row["detail"]
+    assert run.do(*argv).returncode == 0
+    assert [row["reward"] for row in rows(run.folder / "graded")] == [1.0]
 
 
 def killer(run: Run, task: str, who: str) -> Deed:

@@ -135,14 +135,25 @@ async def _in_sandbox(
         try:
             await box.apply(job.patch or b"", REPO)
             verdict = await runner(box, task, config, await _tidy(box))
+            if not verdict.resolved:
+                _check_host(box)
             return replace(verdict, flags=tuple(sorted({*verdict.flags, *_limits_met(box)})))
         except PatchUnusable as error:
+            _check_host(box)
             return failed(grade, MISSING, outcome="patch_unusable", detail=f"grading: {error}")
         except SandboxError:
             if not box.evidence().filled_up:
                 raise
             # The container ended because of what the patch brought into it, as seen from outside: the agent's doing.
             return failed(grade, MISSING, flags=_limits_met(box))
+
+
+def _check_host(box: Sandbox) -> None:
+    """Raise SandboxError if something was killed or refused although the sandbox was within its own limits."""
+    seen = box.evidence()
+    if seen.host_oom_kills or seen.host_refusals:
+        what = "memory" if seen.host_oom_kills else "processes"
+        raise SandboxError(f"the host had no {what} left that the sandbox was entitled to")
 
 
 def _limits_met(box: Sandbox) -> tuple[str, ...]:
