@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legorl.commands.train.advantages import advantages_of, shaped
-from legorl.commands.train.batch import ModelFacts, make_batch
+from legorl.commands.train.batch import make_batch
+from legorl.commands.train.fit import ModelFacts
 from legorl.commands.train.loss import LOSSES, token_scales
 from legorl.commands.train.rows import CheckError
 

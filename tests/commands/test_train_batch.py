@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from trees import trees
 
 from legorl import tree
-from legorl.commands.train.batch import ModelFacts, make_batch
+from legorl.commands.train.batch import make_batch
+from legorl.commands.train.fit import ModelFacts
 from legorl.commands.train.pack import samples_of
 from legorl.commands.train.rows import BatchError, CheckError, read_rows
 from legorl.shards import Tally, open_shards

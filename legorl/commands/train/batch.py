@@ -18,25 +18,15 @@ import numpy as np
 
 from legorl import tree
 from legorl.commands.train.advantages import TRAINED, advantages_of, shaped
+from legorl.commands.train.fit import ModelFacts, check_row, lags_of
 from legorl.commands.train.loss import LossName
 from legorl.commands.train.pack import Sample, samples_of
-from legorl.commands.train.rows import BatchError, CheckError
+from legorl.commands.train.rows import BatchError
 from legorl.routing import RoutingError
 
 # Without an advantage, but sampled by the policy in the ordinary way: good for alignment figures.
 COMPARABLE = ("no_variance", "alone", "unrewarded")
 UNKNOWN_LAG = -1
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the rows are checked against: `context` in tokens, the tokenizer's digest or None if the folder has none."""
-
-    version: int
-    digest: str
-    vocabulary: int
-    context: int | None
-    tokenizer_digest: str | None
 
 
 @dataclass
@@ -213,8 +203,8 @@ def _tokens_of(
     """
     whole = _why_invalid(row)
     if whole is None:
-        _check_row(row, facts)
-    lags = _lags(row, facts) if whole is None and not expert else {}
+        check_row(row, facts)
+    lags = lags_of(row, facts) if whole is None and not expert else {}
     columns: dict[str, list[Any]] = {name: [] for name in _GIVEN}
     for turn in row["turns"]:
         count = len(turn["completion_ids"])
@@ -250,59 +240,3 @@ def _tokens_of(
         columns["temperature"] += [temperature] * count
         columns["version"] += versions
     return {name: np.array(columns[name], dtype=empty.dtype) for name, empty in _GIVEN.items()}
-
-
-def _check_row(row: dict[str, Any], facts: ModelFacts) -> None:
-    name = row["attempt_id"]
-    if not np.isfinite(row["reward"]):
-        raise BatchError(f"{name}: its reward is {row['reward']}; grade it again")
-    try:
-        tree.check(row["turns"])
-    except tree.TreeError as error:
-        raise BatchError(
-            f"{name}: {error}; the record is damaged, so leave this attempt out or roll it out again"
-        ) from error
-    digest = row["tokenizer_digest"]
-    if digest and facts.tokenizer_digest and digest != facts.tokenizer_digest:
-        raise CheckError(
-            f"{name}: sampled with tokenizer {digest}, but the model to train has {facts.tokenizer_digest}; "
-            "give --model the model that sampled it"
-        )
-    for turn in row["turns"]:
-        where = f"{name}, turn {turn['index']}"
-        ids = [*turn["context_ids"], *turn["completion_ids"]]
-        if ids and not 0 <= min(ids) <= max(ids) < facts.vocabulary:
-            raise CheckError(
-                f"{where}: holds token {max(ids)}, but the model's vocabulary ends at {facts.vocabulary - 1}; "
-                "give --model the model that sampled it"
-            )
-        if turn["completion_ids"] and turn["prefix_len"] + len(turn["context_ids"]) == 0:
-            raise BatchError(f"{where}: it has no prompt, so its first token has no log-probability")
-        if turn["support"] == "full" and not turn["temperature"] > 0:
-            raise BatchError(f"{where}: sampled from the full support at temperature {turn['temperature']}")
-
-
-def _lags(row: dict[str, Any], facts: ModelFacts) -> dict[int, int]:
-    """Steps between the loaded weights and each version that sampled `row`; the same weights (by digest) are lag 0."""
-    digests = {entry["version"]: entry["digest"] for entry in row["weights"] or []}
-    lags = {}
-    for version in sorted({span["version"] for turn in row["turns"] for span in turn["versions"]}):
-        if version not in digests:
-            raise CheckError(
-                f"{row['attempt_id']}: sampled by version {version}, which its column `weights` does not name"
-            )
-        if digests[version] == facts.digest:
-            lags[version] = 0
-        elif version == facts.version:
-            raise CheckError(
-                f"{row['attempt_id']}: version {version} had weights {digests[version]} when it sampled, but version "
-                f"{facts.version} in --model has {facts.digest}; give --model the checkpoint that was served"
-            )
-        elif version > facts.version:
-            raise CheckError(
-                f"{row['attempt_id']}: sampled by version {version}, newer than version {facts.version} in --model; "
-                "give --model the newest checkpoint"
-            )
-        else:
-            lags[version] = facts.version - version
-    return lags

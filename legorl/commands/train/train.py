@@ -16,7 +16,8 @@ from typing import Any
 
 from legorl.checkpoint import Checkpoint, ModelError
 from legorl.commands.train import gate, save
-from legorl.commands.train.batch import Batch, ModelFacts, make_batch
+from legorl.commands.train.batch import Batch, make_batch
+from legorl.commands.train.fit import ModelFacts
 from legorl.commands.train.ranks import rank
 from legorl.commands.train.rows import BatchError, CheckError, digest_of
 from legorl.commands.train.settings import Settings
