@@ -71,13 +71,16 @@ def test_harbor_folders_that_cannot_come_over(tmp_path: Path) -> None:
         "its schema is not known": (HARBOR_TOML.replace('"1.0"', '"2.0"'), {}),
         "not a whole task": (network, {"tests/test.sh": None}),
         "its Dockerfile runs commands": (network, {"environment/Dockerfile": docker + "RUN apt-get update\n"}),
-        "its Dockerfile has several stages": (network, {"environment/Dockerfile": docker + "FROM b\n"}),
+        "its Dockerfile copies a here-document": (network, {"environment/Dockerfile": docker + "COPY <<E x\na\nE\n"}),
         "its Dockerfile copies what is not there": (network, {"environment/Dockerfile": docker + "COPY none x\n"}),
         "its Dockerfile copies to outside of its working folder": (
             network,
             {"environment/Dockerfile": docker + "COPY notes.txt /etc/\n"},
         ),
-        "its Dockerfile copies from elsewhere": (network, {"environment/Dockerfile": docker + "COPY --from=x a b\n"}),
+        "its Dockerfile copies from elsewhere": (
+            network,
+            {"environment/Dockerfile": docker + "ADD https://localhost/a b\n"},
+        ),
         "its working folder is not one of its own": (network, {"environment/Dockerfile": "FROM a\nWORKDIR /root\n"}),
         "it has several steps": (network + "[[steps]]\nname = 'a'\n", {}),
         "it needs other services": (network, {"environment/docker-compose.yaml": "services: {}\n"}),
@@ -103,3 +106,24 @@ def test_a_harbor_task_without_a_solution_comes_over_with_a_word(tmp_path: Path)
     assert first == "answer: has no solution: lego-tasks check cannot prove it"
     task = load_task(tmp_path / "out" / "answer")
     assert (task.image, task.split) == ("some/image:1", "dev")
+
+
+def test_what_only_an_image_has_is_left_to_the_image(tmp_path: Path) -> None:
+    docker = (
+        "FROM golang:1 AS build\nRUN go build -o /tool\nCOPY notes.txt /src/\n"
+        "FROM ubuntu:24.04\nCOPY --chmod=755 --from=build /tool /usr/bin/\nRUN <<'EOF'\nWORKDIR /elsewhere\nEOF\n"
+        "WORKDIR /workspace\nCOPY notes.txt /workspace/sub/\nCOPY data/ /etc/data/\n"
+    )
+    for name in ("one/same", "two/same", "other"):
+        harbor_folder(tmp_path / "set" / name, **{"environment/Dockerfile": docker, "solution/solve.sh": None})
+    done = lego_import("harbor", tmp_path / "set", "--out", tmp_path / "out", "--image", "some/image:1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [f"{tmp_path}/out/{name}" for name in ("one-same", "other", "two-same")]
+    task = load_task(tmp_path / "out" / "one-same")
+    assert (task.image, task.workdir) == ("some/image:1", "/workspace")
+    assert tree(task.repo) == {b"sub/notes.txt": b"n\n"}
+    assert "other: its Dockerfile copies /etc/data; the image some/image:1 must have it" in done.stderr
+    assert "other: its Dockerfile makes 3 things that it does not copy from here" in done.stderr
+    bare = lego_import("harbor", tmp_path / "set", "--out", tmp_path / "bare", "--ids", "other")
+    assert bare.returncode == 1
+    assert "runs commands: 'FROM ubuntu:24.04'; give --image IMAGE" in bare.stderr

@@ -49,6 +49,7 @@ def import_group() -> None:
 @split_option
 @option("--semantics", type=click.Choice(SEMANTICS), default="swe-bench", help="What counts as kept (docs/grading.md).")
 @image_option
+@option("--python", default="", help="Python of the tests in the image.  [default: python3, or conda's for 'row']")
 @memory_option
 @timeout_option
 @explain_option
@@ -61,6 +62,7 @@ def swe_bench(
     split: str,
     semantics: str,
     image: str,
+    python: str,
     memory_mb: int,
     timeout: float,
     explain: bool,
@@ -82,7 +84,7 @@ def swe_bench(
     from legorl.commands.tasks.folders import Skip, task_id
     from legorl.commands.tasks.import_trees import Options
 
-    options = Options("swe-bench", split, semantics, image, memory_mb, timeout)
+    options = Options("swe-bench", split, semantics, image, memory_mb, timeout, python)
     settings = {"importer": "swe-bench", "file": file.resolve(), **vars(options)}
     if explain:
         return _explain(settings, repos=repos, ids=ids, limit=limit, out=out)
@@ -148,9 +150,13 @@ def harbor(
         return asyncio.run(write_harbor(source, options, target))
 
     def makes() -> Iterator[tuple[str, Make | Exception]]:
-        for file in sorted(folder.rglob("task.toml")):
-            if not ids or file.parent.name in ids:
-                yield task_id(file.parent.name), partial(make, file.parent)
+        folders = [file.parent for file in sorted(folder.rglob("task.toml"))]
+        names = Counter(each.name for each in folders)
+        for each in folders:
+            # Folders of the same name are told apart by where they lie.
+            name = each.name if names[each.name] == 1 else str(each.relative_to(folder))
+            if not ids or {each.name, name} & set(ids):
+                yield task_id(name), partial(make, each)
 
     return _import(makes(), out, settings, limit)
 

@@ -34,7 +34,10 @@ _SYSTEM |= {"home", "lego", "opt", "ws"}
 
 @dataclass
 class Recipe:
-    """What a Dockerfile says: its working folder, what it copies there, commands that it runs, and its variables."""
+    """What a Dockerfile says: its working folder, what it copies there, its variables, and what only an image has.
+
+    The latter are `commands`: those that it runs, and what it copies from other images and stages.
+    """
 
     workdir: str = "/"
     copies: list[tuple[Path, str]] = field(default_factory=list)  # source, absolute target
@@ -46,23 +49,33 @@ def read_dockerfile(file: Path) -> Recipe:
     """Read the Dockerfile at `file`. Raises Skip for what no plain repository can stand for."""
     recipe, froms = Recipe(), 0
     text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.M))
-    for line in filter(None, map(str.strip, text.splitlines())):
+    lines = iter(text.splitlines())
+    for line in filter(None, map(str.strip, lines)):
         word, _, rest = line.partition(" ")
         word, rest = word.upper(), rest.strip()
-        if "<<" in rest and word in ("RUN", "COPY", "ADD"):
-            raise Skip("its Dockerfile has here-documents")
+        document = re.search(r"<<-?\s*[\"']?(\w+)", rest) if word in ("RUN", "COPY", "ADD") else None
+        if document and word != "RUN":
+            raise Skip("its Dockerfile copies a here-document", rest)
+        if document:
+            for inner in lines:
+                if inner.strip() == document[1]:
+                    break
         if word == "FROM":
             froms += 1
+            # Of several stages the last is the image; what it has of the others it copies.
+            recipe = Recipe(commands=[line] if froms > 1 else [])
         elif word == "WORKDIR":
             recipe.workdir = str(PurePosixPath(recipe.workdir) / rest.strip("\"'"))
+        elif word == "COPY" and re.match(r"(--\S+\s+)*--from=", rest):
+            recipe.commands.append(line)
         elif word in ("COPY", "ADD"):
             recipe.copies += _copies(file.parent, recipe.workdir, rest)
         elif word == "RUN":
             recipe.commands.append(rest)
         elif word == "ENV":
             recipe.variables |= _variables(rest)
-    if froms != 1:
-        raise Skip("its Dockerfile has several stages" if froms else "its Dockerfile names no image")
+    if not froms:
+        raise Skip("its Dockerfile names no image")
     return recipe
 
 
@@ -153,11 +166,15 @@ async def write_harbor(source: Path, options: Options, folder: Path) -> list[str
     notes = [note for note in (network_note(data),) if note]
     if recipe.commands:
         notes.append(
-            f"its Dockerfile runs {len(recipe.commands)} commands; the image {image} must have what they install"
+            f"its Dockerfile makes {len(recipe.commands)} things that it does not copy from here; "
+            f"the image {image} must have them"
         )
     repo = folder / "repo"
     repo.mkdir()
     for origin, target in recipe.copies:
+        if image and not PurePosixPath(os.path.normpath(target)).is_relative_to(recipe.workdir):
+            notes.append(f"its Dockerfile copies {target}; the image {image} must have it")
+            continue
         _copy(origin, target, recipe.workdir, repo)
     shutil.copytree(source / "tests", folder / "tests", symlinks=True)
     variables = {**recipe.variables, **_env(environment), **_env(verifier)}
@@ -208,7 +225,7 @@ def _recipe(source: Path, environment: dict[str, Any], image: str) -> Recipe:
         recipe.workdir = str(environment["workdir"])
     if recipe.commands and not image:
         raise Skip(
-            "its Dockerfile runs commands", f"{recipe.commands[0]!r}; give --image IMAGE that has what they install"
+            "its Dockerfile runs commands", f"{recipe.commands[0]!r}; give --image IMAGE that has what they bring"
         )
     parts = PurePosixPath(recipe.workdir).parts
     if len(parts) < 2 or parts[1] in _SYSTEM:

@@ -22,6 +22,7 @@ from legorl.commands.tasks.git_trees import GitError, Trees
 from legorl.commands.tasks.import_trees import Options, Triple, write_trees
 from legorl.task import LOG_PARSERS
 
+CONDA_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in SWE-bench's own images, as their eval scripts enter it
 _NODE = re.compile(r"[^\s:]+\.py(::.+)?$", re.S)
 _SMITH = re.compile(r"^(?P<repo>[\w.-]+?__[\w.-]+?)\.(?P<commit>[0-9a-f]{8})\.\w+")
 
@@ -159,6 +160,7 @@ def write_row(row: Row, trees: Trees, options: Options, folder: Path) -> None:
         "kind": row.repo,
         "instruction": row.statement,
         "image": image,
+        "python": options.python or (CONDA_PYTHON if options.image == "row" and enters_conda(row) else ""),
         "grade": {
             **runner,
             "fail_to_pass": row.fail_to_pass,
@@ -166,6 +168,11 @@ def write_row(row: Row, trees: Trees, options: Options, folder: Path) -> None:
         },
         "labels": {"source_id": row.id, "repo": row.repo, "base_commit": row.commit, **row.labels},
     })  # fmt: skip
+
+
+def enters_conda(row: Row) -> bool:
+    """Does the row's eval script say that its tests run in the conda environment of SWE-bench's images?"""
+    return re.search(r"^conda activate testbed$", row.eval_script, re.M) is not None
 
 
 def runner_of(row: Row) -> dict[str, Any]:

@@ -20,7 +20,7 @@ SOURCE_FOLDERS = ("src", "lib")
 
 @dataclass(frozen=True)
 class Options:
-    """What an importer is told. image: for the sandboxes, "" the base image, "row" what the row names."""
+    """What an importer is told. image: for the sandboxes, "" the base image, "row" what the row names; python in it."""
 
     family: str = "swe-bench"
     split: str = "heldout"
@@ -28,6 +28,7 @@ class Options:
     image: str = ""
     memory_mb: int = 1024
     timeout_s: float = 300.0
+    python: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def write_trees(
 ) -> None:
     """Fill `folder` with the task of `three`; `tests` are the ids it lists. Raises Skip.
 
-    fields: id, kind, instruction, image, grade (runner, fail_to_pass, pass_to_pass, and more), labels.
+    fields: id, kind, instruction, image, python, grade (runner, fail_to_pass, pass_to_pass, and more), labels.
     """
     try:
         solution = trees.diff(three.repo, three.fixed)
@@ -79,7 +80,8 @@ def write_trees(
     }
     if grade["runner"] == "pytest" and not grade["files"]:
         raise Skip("none of its tests' files is in the tree", repr(tests[0]))
-    sandbox = sandbox_limits(size, options.memory_mb) | ({"image": fields["image"]} if fields["image"] else {})
+    places = {name: fields[name] for name in ("image", "python") if fields.get(name)}
+    sandbox = {**sandbox_limits(size, options.memory_mb), **places}
     table = {
         "format": TASK_FORMAT,
         "id": fields["id"],
