@@ -1,15 +1,20 @@
 """A disk that fills up while a command writes: one line, nothing half-written, and the same command goes on later."""
 
+import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import builders
 import pytest
-from e2e.driving import BIN, Run, harness, script
+from e2e.driving import BIN, ROOT, Run, harness, rows, script, until
+
+from legorl import paths
+from legorl.sandbox.podman import SERVICE_HOME, SERVICE_RUNTIME
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 
@@ -73,3 +78,68 @@ def test_rolling_out(run: Run, disk: Path, tmp_path: Path, tiny_model: Path) -> 
     )
     done = run.do(BIN / "lego-inspect", "sql", "--json", counted, *made)
     assert json.loads(done.stdout) == {"attempts": 4, "ids": 4, "retries": 0}
+
+
+@contextlib.contextmanager
+def store_of_its_own(size_mb: int) -> Iterator[list[str]]:
+    """Podman's store on a small disk, seen by what is run with these words in front only; the base image is in it."""
+    own = f"{paths.SERVICE_USER}:{paths.SERVICE_USER}"
+    mounts = " && ".join(
+        f"mount -t tmpfs -o size={size}m,mode=700 tmpfs {folder} && chown {own} {folder}"
+        for folder, size in ((SERVICE_HOME / "storage", size_mb), (SERVICE_RUNTIME, 20))
+    )
+    argv = ["unshare", "-m", "sh", "-c", f"{mounts} && echo ready && exec sleep infinity"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as holder:
+        words = ["nsenter", "-t", str(holder.pid), "-m", f"--wd={ROOT}"]
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+            subprocess.run([*words, sys.executable, "-m", "legorl.sandbox", "setup"], check=True, capture_output=True)
+            yield words
+        finally:
+            pause = f"kill -9 $(cat {SERVICE_RUNTIME}/libpod/tmp/pause.pid)"  # holds the mounts
+            subprocess.run([*words, "sh", "-c", pause], check=False)
+            holder.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.podman
+def test_podman_s_own_disk(run: Run, tmp_path: Path, tiny_model: Path) -> None:
+    """Full before a container is made: infra's, and made again. Full while one runs: nothing that it would notice."""
+    tasks = [builders.small_task(tmp_path, name, name) for name in ("first", "second")]
+    going_on = tmp_path / "script.jsonl"
+    lines = {"^first$": "echo hi > hello.txt", "^second$": "sleep 33.25; echo hi > hello.txt", "^rc": "DONE"}
+    going_on.write_text("\n".join(json.dumps({"match": match, "text": text}) for match, text in lines.items()))
+    with store_of_its_own(400) as within:
+        fill = [*within, "dd", "if=/dev/zero", f"of={SERVICE_HOME}/storage/fill", "bs=1M"]
+
+        def rollout(task: Path) -> list[Any]:
+            serve = [BIN / "lego-serve", "-q", tiny_model, "--engine", "script", "--script", going_on, "--"]
+            argv = [BIN / "lego-rollout", task, "--out", run.folder / task.name, "--harness", harness(tmp_path)]
+            return [*within, *serve, *argv, "-n", 1, "--run", run.folder.name, "--retries", 0]
+
+        subprocess.run(fill, capture_output=True)
+        done = run.do(*rollout(tasks[0]))
+        assert done.returncode == 3 and "no space left on device" in done.stderr, done.stderr
+        (row,) = rows(run.folder / "first")
+        assert (row["outcome"], row["blame"]) == ("sandbox_setup_failed", "infra")
+        subprocess.run([*within, "rm", f"{SERVICE_HOME}/storage/fill"], check=True)
+        assert run.do(*rollout(tasks[0])).returncode == 0
+        (row,) = rows(run.folder / "first")
+        assert (row["outcome"], len(row["history"])) == ("finished", 1)
+
+        process = run.start(*rollout(tasks[1]))
+        until(
+            lambda: subprocess.run(["pgrep", "-u", "100999", "-f", "^sleep 33.25$"], capture_output=True).stdout,
+            "it to run",
+        )
+        subprocess.run(fill, capture_output=True)
+        _, words = process.communicate(timeout=200)
+        assert process.returncode == 0, words
+        (row,) = rows(run.folder / "second")
+        assert row["outcome"] == "finished"
+        listed = subprocess.run(
+            [*within, sys.executable, "-m", "legorl.sandbox", "reap"], capture_output=True, text=True, check=True
+        )
+        assert run.folder.name not in listed.stdout + listed.stderr
+    run.wait_gone()
+    assert run.left() == []
