@@ -62,6 +62,7 @@ AFTER = dict.fromkeys(NAMES, "pass")
         ((BEFORE, AFTER), None, None),
         ((BEFORE, AFTER, BEFORE, AFTER), None, None),
         ((BEFORE | {"gone": "pass"}, AFTER), "gone passes already", None),
+        ((BEFORE | {"gone": "both_ways"}, AFTER | {"gone": "both_ways"}), "gone passes already", "gone: both_ways"),
         ((BEFORE | {"kept": "fail"}, AFTER), "kept: fail", None),
         ((BEFORE, AFTER | {"new": "fail", "kept": "skip"}), None, "new: fail; kept: skip"),
         ((BEFORE, AFTER, BEFORE, AFTER | {"kept": "fail"}), None, "runs disagree on kept: pass, fail"),
@@ -164,7 +165,7 @@ def test_good_and_broken_tasks_and_canaries(made: list[Path], tmp_path: Path) ->
 
     found = {json.loads(line)["id"]: json.loads(line) for line in _again(arguments, paths)}
     assert [found[path.name]["ok"] for path in made] == [True] * len(made)
-    assert (found[idle.name]["empty"], found[idle.name]["solution"]) == (f"{name} passes already", None)
+    assert (found[idle.name]["empty"], found[idle.name]["solution"]) == (f"{name} passes already", f"{name}: both_ways")
     assert found[spoiled.name]["solution"].startswith("solution.patch does not apply: grading: error: ")
     assert found[unsolved.name]["task"].startswith("no solution.patch")
     assert "whoops" in found[unbuilt.name]["task"] and "exit status 3" in found[unbuilt.name]["task"]

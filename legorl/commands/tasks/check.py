@@ -21,6 +21,7 @@ from legorl.shards import Plan, make_meta, open_shard, write_shard
 from legorl.task import Task
 
 RUN = "check"
+VOID = "both_ways"  # what a test gets that passed with a wrong assertion, too: it checks nothing
 COLUMNS = ["attempt", "outcome", "blame", "reward", "detail", "tests", "flags"]
 
 
@@ -175,7 +176,7 @@ def _complaint(task: Task, rows: Sequence[dict[str, Any]], solved: bool) -> str 
         must_pass = solved or test in grade.pass_to_pass
         if len(set(got)) > 1:
             faults.append(f"runs disagree on {_short(test)}: {', '.join(got)}")
-        elif grade.holds(got[0], forward=test in grade.fail_to_pass) != must_pass:
+        elif (grade.holds(got[0], forward=test in grade.fail_to_pass) or (got[0] == VOID and not solved)) != must_pass:
             faults.append(f"{_short(test)}: {got[0]}" if must_pass else f"{_short(test)} passes already")
     return "; ".join(faults) or None
 

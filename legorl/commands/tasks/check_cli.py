@@ -7,6 +7,8 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,24 +92,26 @@ def check(
 
     if canary and out is None:
         raise click.UsageError("canaries are tasks to roll out: give --out FOLDER, where they stay")
-    tasks, findings = _load(paths)
-    if not tasks and not findings:
+    tasks, broken, reached = _load(paths)
+    if not tasks and not broken:
         raise Failure("no task arrived; the stage before named none")
     sources = choose(tasks, canary, seed) if canary else []
-    tasks, findings = shard.of(tasks), findings if shard.holds(0) else []
-    if not tasks and not findings:
+    tasks, broken = shard.of(tasks), broken if shard.holds(0) else []  # folders that are none: the first part's
+    if not tasks and not broken:
         say(f"no task in part {shard}")
         return OK
     settings = {"command": "tasks check", "runs": runs, "shard": shard.setting}
     settings |= {"canary": canary, "seed": seed} if canary else {}
     with _folder(out, settings) as work:
         own = {task.path for task in tasks}
-        canaries = [load_task(write_canary(t, seed, work / "canaries")) for t in sources if t.path in own]
-        tasks = _mixed(tasks, canaries, seed)
-        if not podman:
-            _make_images(tasks)
-        with _bar(len(tasks)) as bar:
-            for finding in prove(tasks, work, runs, concurrency, verbose(), podman):
+        canaries = [write_canary(task, seed, work / "canaries") for task in sources if task.path in own]
+        tasks = _mixed(tasks, [load_task(folder) for folder in canaries], seed)
+        reached |= {str(folder.resolve()): str(folder) for folder in canaries}
+        _make_images(tasks)
+        findings = []
+        with _bar(len(broken) + len(tasks)) as bar:
+            for found in chain(broken, prove(tasks, work, runs, concurrency, verbose(), podman)):
+                finding = replace(found, path=reached.get(found.path, found.path))
                 findings.append(finding)
                 bar.update()
                 if as_json:
@@ -117,20 +121,21 @@ def check(
     return _conclude(findings, canary is not None)
 
 
-def _load(paths: tuple[str, ...]) -> tuple[list["Task"], list["Finding"]]:
-    """Return the tasks at `paths`, and a finding on each folder that is none."""
+def _load(paths: tuple[str, ...]) -> tuple[list["Task"], list["Finding"], dict[str, str]]:
+    """Return the tasks at `paths`, a finding on each folder that is none, and folders as reached, by absolute path."""
     from legorl.commands.tasks.check import Finding
     from legorl.commands.tasks.listing import task_folders
     from legorl.task import TaskError, load_task
 
-    tasks, broken = [], []
+    tasks, broken, reached = [], [], {}
     for path in each_path(paths):
         for folder in task_folders(Path(path)):
             try:
                 tasks.append(load_task(folder))
+                reached[str(tasks[-1].path)] = str(folder)
             except TaskError as error:
-                broken.append(Finding(folder.name, str(folder.resolve()), task=str(error)))
-    return tasks, broken
+                broken.append(Finding(folder.name, str(folder), task=str(error)))
+    return tasks, broken, reached
 
 
 def _mixed(tasks: Sequence["Task"], canaries: Sequence["Task"], seed: int) -> list["Task"]:

@@ -71,6 +71,7 @@ def describe(folder: Path, task: Task) -> dict[str, Any]:
         "kind": task.kind,
         "level": task.level,
         "split": task.split,
+        "canary": bool(task.canary),
         "fail_to_pass": len(task.grade.fail_to_pass),
         "pass_to_pass": len(task.grade.pass_to_pass),
         "instruction": task.instruction,
