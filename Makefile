@@ -1,7 +1,7 @@
 # Set-up, demo and tests. `make` alone lists the targets; everything sets itself up first.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help setup demo test test-all test-harnesses bench-serve harnesses lint
+.PHONY: help setup demo test test-all test-harnesses bench-serve bench-sandbox harnesses lint
 MAKEFLAGS += --no-print-directory
 
 RUN ?= runs/demo
@@ -41,3 +41,6 @@ harnesses: setup
 
 bench-serve: setup ## how fast lego-serve is, beside its own engine and vLLM's server; JSON (docs/benchmarks.md)
 	@.venv/bin/python tests/bench/serve.py $(PARTS)
+
+bench-sandbox: setup ## how fast sandboxes and grading are, and what they leave behind; JSON (docs/benchmarks.md)
+	@.venv/bin/python tests/bench/sandbox.py $(PARTS)

@@ -107,15 +107,16 @@ class Repositories:
     def commit(self, repo: str) -> dict[str, str]:
         """Make `repo` a git repository with one root commit of every file; remember the same tree privately."""
         with self._open(repo) as git_dir:
-            env = trees.git_environment(repo, None)
-            git(["init", "-q", "-b", "main", "--template=", "."], env, repo, 60)
-            if trouble := as_agent(lambda: trees.name_the_agent(repo)):
-                raise RuntimeError(f"cannot configure git in {repo}: {trouble}")
-            git(["add", "-A", "-f"], env, repo, 300)
-            git(["commit", "-q", "--allow-empty", "--no-verify", "-m", "Initial commit"], env, repo, 300)
             private = trees.git_environment(repo, git_dir)
             git(["add", "-A", "-f"], private, repo, 300)
             self._bases[repo] = git(["write-tree"], private, repo, 60).decode().strip()
+            env = trees.git_environment(repo, None)
+            git(["init", "-q", "-b", "main", "--template=", "."], env, repo, 60)
+            # Git compresses no object that it has already, and compressing is most of the work.
+            if trouble := as_agent(lambda: trees.furnish(repo, git_dir)):
+                raise RuntimeError(f"cannot configure git in {repo}: {trouble}")
+            git(["add", "-A", "-f"], env, repo, 300)
+            git(["commit", "-q", "--allow-empty", "--no-verify", "-m", "Initial commit"], env, repo, 300)
             return {"tree": self._bases[repo]}
 
     def diff(self, repo: str, limit: int, seconds: float) -> bytes:

@@ -68,8 +68,9 @@ def make_git_dir(path: str) -> None:
             file.write(text)
 
 
-def name_the_agent(repo: str) -> None:
-    """Let the agent commit in its own repository without more ado."""
+def furnish(repo: str, git_dir: str) -> None:
+    """Give the agent's own repository copies of the objects in `git_dir`, and let the agent commit without more ado."""
+    shutil.copytree(f"{git_dir}/objects", f"{repo}/.git/objects", dirs_exist_ok=True)
     with open(f"{repo}/.git/config", "a") as file:
         file.write("[user]\n\tname = agent\n\temail = agent@localhost\n")
 
