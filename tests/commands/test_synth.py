@@ -1,17 +1,23 @@
-"""lego-tasks synth: a small library of our own, packed as an sdist, becomes tasks that lego-tasks check proves."""
+"""lego-tasks synth and its recipe: a small library of our own, packed as an sdist, becomes tasks that are proved."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from legorl.commands.tasks.synth_run import Result
 from legorl.commands.tasks.synth_source import SourceError, unpacked
+from legorl.commands.tasks.synth_try import fault_of
 from legorl.task import Task, load_task
 
+ROOT = Path(__file__).parents[2]
 TASKS = [str(Path(sys.executable).with_name("lego-tasks"))]
 FILES = {
     "PKG-INFO": "Metadata-Version: 2.1\nName: Pairs\nVersion: 1.5\n",
@@ -71,10 +77,17 @@ FILES = {
             assert merge([(4, 5), (1, 2)]) == [(1, 2), (4, 5)]
 
         def test_merge_joins():
+            DATA.with_name("left.txt").write_text("")
             assert merge([(1, 3), (2, 5), (3, 4), (5, 6)]) == [(1, 6)]
 
         def test_fails_as_it_comes():
             assert span((1, 2)) == 3
+
+        def test_that_hangs_if_merge_does():
+            assert len(merge([(0, 1)] * 3)) == 1
+
+        def test_that_leans_on_the_one_before():
+            assert DATA.with_name("left.txt").exists()
 
         def test_that_is_flaky():
             flag = Path("/dev/shm/ran")
@@ -101,12 +114,22 @@ def lego_tasks(*argv: object, stdin: str = "") -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Task], str]:
-    """The sdist, the tasks that were made of it, and what the command said."""
+    """The sdist, the tasks that the recipe made of it, and its report."""
     folder = tmp_path_factory.mktemp("synth")
     source = sdist(folder)
-    done = lego_tasks("synth", source, "--out", folder / "set", "--count", 6, "--seed", 3, "--heldout", "pairs")
+    done = recipe(folder, hashlib.sha256(source.read_bytes()).hexdigest())
     assert done.returncode == 0, done.stderr
-    return source, [load_task(path) for path in done.stdout.splitlines()], done.stderr
+    assert (folder / "set/train.list").read_text() == ""
+    listed = (folder / "set/heldout.list").read_text().splitlines()
+    assert len((folder / "set/checked.list").read_text().splitlines()) == 2
+    return source, [load_task(path) for path in listed], done.stdout
+
+
+def recipe(folder: Path, digest: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pins.txt").write_text(f"# ours\npairs==1.5 --hash=sha256:{digest}\n")
+    settings = f"OUT={folder}/set SDISTS={folder} PINS={folder}/pins.txt HELDOUT=pairs COUNT=6 CHECK=2 SEED=3 CORES=2"
+    argv = ["make", "-f", "recipes/synth.mk", *settings.split()]
+    return subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 @pytest.mark.podman
@@ -129,25 +152,108 @@ def test_a_task_holds_a_bug_that_only_its_solution_tells(made: tuple[Path, list[
             assert word not in task.instruction
         listed = {*task.grade.fail_to_pass, *task.grade.pass_to_pass}
         assert "tests/test_core.py::test_merge_of_nothing" in listed
-        assert not any("flaky" in test or "as_it_comes" in test for test in listed)
+        assert not any(word in test for word in ("flaky", "as_it_comes", "leans") for test in listed)
+        assert "from pairs import" in task.instruction or "DATA" in task.instruction
 
 
 @pytest.mark.podman
-def test_lego_tasks_check_proves_a_task_both_ways(made: tuple[Path, list[Task], str]) -> None:
-    _, tasks, _ = made
-    done = lego_tasks("check", tasks[0].path)
-    assert done.returncode == 0, done.stderr + done.stdout
+def test_the_report_counts_every_mutant(made: tuple[Path, list[Task], str]) -> None:
+    _, tasks, said = made
+    assert "0 tasks in" in said and "6 in heldout.list" in said
+    done = lego_tasks("synth-report", tasks[0].path.parent, "--json")
+    (told,) = map(json.loads, done.stdout.splitlines())
+    assert (told["library"], told["split"], told["tasks"]) == ("pairs-1.5", "heldout", 6)
+    assert sum(told["kinds"].values()) == sum(told["levels"].values()) == 6
+    assert told["tried"] >= 6 + sum(told["left_out"].values()) and told["cpu_s"] > 0
 
 
 @pytest.mark.podman
 def test_run_again_it_gives_the_same_tasks_from_its_notes(made: tuple[Path, list[Task], str]) -> None:
-    source, tasks, said = made
+    source, tasks, _ = made
     out = tasks[0].path.parent
     notes = {path: path.read_bytes() for path in (out / ".synth").iterdir()}
     done = lego_tasks("synth", source, "--out", out, "--count", 6, "--seed", 3, "--heldout", "pairs")
     assert (done.returncode, done.stdout.splitlines()) == (0, [str(task.path) for task in tasks]), done.stderr
     assert {path: path.read_bytes() for path in (out / ".synth").iterdir()} == notes
-    assert "clean run" in said and "clean run" not in done.stderr
+    assert "clean run" in (out.parent / "pairs-1.5.log").read_text() and "clean run" not in done.stderr
+
+
+def test_the_recipe_refuses_an_sdist_with_another_sha256(tmp_path: Path) -> None:
+    sdist(tmp_path)
+    done = recipe(tmp_path, "0" * 64)
+    assert done.returncode != 0 and "pairs-1.5.tar.gz: FAILED" in done.stdout + done.stderr
+    assert not (tmp_path / "set/pairs-1.5").exists()
+
+
+QUOTED = """
+    import json
+    from math import floor, pi as PI
+
+    import pytest
+
+    STEP = int(1)
+    LONG = [
+        1,
+        2, 2, 2,
+    ]
+
+    @pytest.mark.parametrize("value", [2])
+    def test_it(value):
+        "Words."
+        wanted = floor(PI)
+        for k in range(3):
+            assert value + STEP * k == wanted, json.dumps(k)
+        assert "never reached"
+    """
+
+
+def test_what_a_failed_test_does_is_quoted_with_imports_and_values(tmp_path: Path) -> None:
+    file, program = tmp_path / "test_it.py", tmp_path / "conftest.py"
+    file.write_text(textwrap.dedent(QUOTED))
+    program.write_text(
+        "import pytest\nfrom legorl.commands.tasks.synth_quote import quoted\n"
+        "@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n    yield\n"
+        f"    if call.excinfo: open({str(tmp_path / 'told')!r}, 'w').write(quoted(item, call.excinfo))\n"
+    )
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], capture_output=True)
+    assert (tmp_path / "told").read_text().splitlines() == [
+        "import json",
+        "from math import floor, pi as PI",
+        "STEP = int(1)",
+        "value = 2",
+        "wanted = floor(PI)",
+        "for k in range(3):",
+        "    assert value + STEP * k == wanted, json.dumps(k)",
+    ]
+
+
+def run_of(**outcomes: str) -> Result:
+    return Result("x", 1.0, 1.0, outcomes)
+
+
+TEN = frozenset("abcdefghij")
+
+
+@pytest.mark.parametrize(
+    ("runs", "fault"),
+    [
+        ([run_of(**dict.fromkeys(TEN, "pass"))] * 3, "not noticed"),
+        ([run_of(**dict.fromkeys(TEN, "pass") | {"a": "fail", "b": "skip"})] * 3, ""),
+        ([run_of(**dict.fromkeys("abcde", "pass"))] * 3, ""),  # a test that has gone is one that fails
+        ([run_of(**dict.fromkeys("abcd", "pass"))] * 3, "too few tests pass"),
+        ([run_of(**dict.fromkeys(TEN, "pass") | {"a": "fail"}), run_of(**dict.fromkeys(TEN, "pass"))], "runs disagree"),
+        ([replace(run_of(), late=True)], "late"),
+        ([replace(run_of(**dict.fromkeys("bcdefghij", "pass")), uncollected=("x",))], "not collected"),
+    ],
+)
+def test_what_makes_a_mutant_a_task(runs: list[Result], fault: str) -> None:
+    assert fault_of(runs, TEN) == fault
+
+
+def test_more_than_half_failing_is_too_many() -> None:
+    stable = frozenset(f"t{k}" for k in range(20))
+    assert fault_of([run_of(**{f"t{k}": "pass" for k in range(9)})], stable) == "too many tests fail"
+    assert fault_of([run_of(**{f"t{k}": "pass" for k in range(10)})], stable) == ""
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,11 @@ class Watcher:
 
 
 class Alone(Watcher):
-    """The same, with each test in a child process, and which functions of the library it runs there."""
+    """The same, with each test in a child process, which begins with the same files; and the functions that it runs."""
 
-    def __init__(self, root, wall_s) -> None:
+    def __init__(self, tree, wall_s) -> None:
         super().__init__()
-        self.root, self.wall_s = root.rstrip("/") + "/", wall_s
+        self.tree, self.root, self.wall_s = tree, tree.root.rstrip("/") + "/", wall_s
         self.seconds: dict = {}
         self.ran: dict = {}
         self.places: dict = {}
@@ -91,6 +91,7 @@ class Alone(Watcher):
         gc.freeze()
         for item in session.items:
             told, late, _ = in_child(lambda send, item=item: send(self.traced(item)), None, self.wall_s)
+            self.tree.restore()
             if late or told is None:
                 self.outcomes[item.nodeid] = "error"
                 continue
@@ -184,7 +185,7 @@ def read_line(reader, deadline) -> tuple:
     return b"".join(pieces), False
 
 
-def run_pytest(job, settings, send) -> None:
+def run_pytest(job, settings, tree, send) -> None:
     """The job's pytest, in this process."""
     root = settings["root"]
     os.chdir(root)
@@ -193,7 +194,7 @@ def run_pytest(job, settings, send) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    watcher = Alone(root, job["wall_s"]) if job["alone"] else Watcher(job["only"])
+    watcher = Alone(tree, job["wall_s"]) if job["alone"] else Watcher(job["only"])
     options = ["--rootdir", root, "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-q"]
     options += ["--maxfail=1"] if job["only"] else []
     pytest.main([*options, "--tb=no", *job["files"]], plugins=[watcher])
@@ -206,7 +207,7 @@ def run_job(job, settings, tree) -> dict:
     if job["path"]:
         tree.put(job["path"], Path(job["source"]).read_bytes(), job["stamp"])
     wall_s = job["wall_s"] * (1000 if job["alone"] else 1)  # alone: a limit of each test
-    told, late, cpu_s = in_child(lambda send: run_pytest(job, settings, send), job["cpu_s"], wall_s)
+    told, late, cpu_s = in_child(lambda send: run_pytest(job, settings, tree, send), job["cpu_s"], wall_s)
     tree.restore()
     spent = {"id": job["id"], "cpu_s": cpu_s, "wall_s": time.monotonic() - begun, "late": late}
     return spent | (told or {"outcomes": {}, "stories": {}, "uncollected": [""]})

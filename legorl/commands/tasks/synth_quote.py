@@ -9,6 +9,7 @@ from pathlib import Path
 
 LINES = 24  # of the test's body, the last ones up to what failed
 VALUE = 160  # characters of a parameter's value
+CONSTANT = 400  # characters of an assignment at the top of the module
 
 
 def quoted(item, excinfo) -> str:
@@ -24,8 +25,10 @@ def quoted(item, excinfo) -> str:
         inside = [node for node in inside if node.lineno <= at <= node.end_lineno and node.name == item.originalname]
         if inside:
             body = _body(inside[0], at, text.splitlines())
-            names = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-            return "\n".join(filter(None, [_imports(tree, names), _values(item, names), body]))
+            names = _names(ast.parse(body))
+            constants = _constants(tree, names, text)
+            names |= {name for constant in constants for name in _names(constant)}
+            return "\n".join(filter(None, [_imports(tree, names), *constants.values(), _values(item, names), body]))
     return ""
 
 
@@ -38,6 +41,21 @@ def _body(function, at, lines) -> str:
     fitting = [node for node in statements if last - _start(node) < LINES] or statements[-1:]
     cut = "" if fitting[0] is statements[0] else "...\n"
     return cut + textwrap.dedent("\n".join(lines[_start(fitting[0]) - 1 : last]))
+
+
+def _names(tree) -> set:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _constants(tree, names, text) -> dict:
+    """Short assignments at the top of the module to one of `names`, with their source."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in node.targets):
+            source = ast.get_source_segment(text, node) or ""
+            if len(source) <= CONSTANT:
+                found[node] = source
+    return found
 
 
 def _start(node) -> int:

@@ -27,6 +27,7 @@ CLOSINGS = (
 )
 SHOWN = 2  # failures that are quoted
 LINES = 8  # lines of an error that are quoted
+ADVICE = "Use -v to get more diff"  # pytest's, under a difference
 
 
 def instruction(library: "Library", mutant: "Mutant", verdict: "Verdict") -> str:
@@ -66,4 +67,5 @@ def _symptom(shown: list[tuple[str, str]]) -> str:
 
 
 def _indented(text: str, limit: int | None = None) -> list[str]:
-    return [f"    {line}".rstrip() for line in textwrap.dedent(text).strip("\n").splitlines()[:limit]]
+    lines = [line for line in textwrap.dedent(text).strip("\n").splitlines() if line.strip() != ADVICE]
+    return [f"    {line}".rstrip() for line in lines[:limit]]
