@@ -37,6 +37,11 @@ _START = (
 
 
 def _unmount(top: Path) -> None:
+    """Remove `top`, and what a killed service was starting when it died: its processes name their folder."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"{top}/".encode() in entry.read_bytes():
+                os.kill(int(entry.parent.name), signal.SIGKILL)
     subprocess.run(["umount", "-R", "-l", top], check=True)
     top.rmdir()
 

@@ -261,19 +261,20 @@ def sshd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int,
     try:
         yield port, process
     finally:
-        for session in _children(process.pid):
+        for session in _sessions(process.pid):
             os.kill(session, 9)
         process.kill()
         process.wait()
 
 
-def _children(pid: int) -> list[int]:
-    """Processes that descend from `pid`."""
+def _sessions(pid: int) -> list[int]:
+    """The processes of an sshd that serve a connection, without what they run for it."""
     try:
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
-    return [*found, *(each for child in found for each in _children(child))]
+    servers = [child for child in found if Path(f"/proc/{child}/comm").read_text().startswith("sshd")]
+    return [*servers, *(each for child in servers for each in _sessions(child))]
 
 
 @pytest.fixture
@@ -323,7 +324,7 @@ def test_a_host_by_ssh_reaches_the_model_and_is_set_aside_when_the_line_is_cut(
                 assert carried[0].is_dir() and carried[0].parent.stat().st_mode & 0o077 == 0
                 running = asyncio.ensure_future(one.run(["sleep", "1000"]))
                 await asyncio.sleep(0)
-                for session in _children(process.pid):  # one for each connection
+                for session in _sessions(process.pid):  # one for each connection
                     os.kill(session, 9)
                 process.kill()
                 with pytest.raises(SandboxLost, match=f"on {url}"):
@@ -336,7 +337,9 @@ def test_a_host_by_ssh_reaches_the_model_and_is_set_aside_when_the_line_is_cut(
         asyncio.run(use())
     assert f"going on without the Podman host {url}" in caplog.text
     assert not list(paths.private_dir().glob(f"ssh-{owner.mine()}*"))
+    until = time.monotonic() + 60
     while carried[0].parent.exists():  # the shell there sees that the line is cut, and tidies up
+        assert time.monotonic() < until, f"{carried[0].parent} is still there"
         time.sleep(0.05)
 
 
