@@ -119,8 +119,9 @@ class Hunger:
     ("food", "around", "meal", "outcome"),
     [
         ("memory", {"memory_limit_in_bytes": 400 << 20}, f"cat /dev/zero > /ws/fill; {SOLUTION}", "out_of_memory"),
-        ("processes", {"pids_max": 40}, HOG, "too_many_processes"),
+        pytest.param("processes", {"pids_max": 40}, HOG, "too_many_processes", marks=pytest.mark.slow),
     ],
+    ids=["memory", "processes"],
 )
 def test_a_neighbour_s_hunger_is_not_the_doing_of_an_innocent_attempt(
     run: Run, tmp_path: Path, tiny_model: Path, food: str, around: dict[str, int], meal: str, outcome: str
