@@ -172,6 +172,8 @@ ATTEMPTS: dict[str, tuple[str, dict[str, str | bytes | None], float, set[str] | 
     "script_kills": ("script", {"answer.txt": "42\n", "calc.py": "import os\nos.kill(-1, 9)\n"}, 0.0, {"exits_hard"}),
     "exit_solution": ("exit", {"calc.py": FIXED}, 1.0, set()),
     "exit_nothing": ("exit", {}, 0.0, set()),
+    # Not stopped: nothing but the script itself could tell. Flagged.
+    "exit_ends_the_script": ("exit", {"calc.py": "import os\nos._exit(0)\n"}, 1.0, {"exits_hard"}),
     "log_solution": ("log", {"calc.py": FIXED}, 1.0, set()),
     "log_nothing": ("log", {}, 0.0, set()),
     "log_forged": ("log", {"calc.py": PRINTER}, 0.0, {"ended_early", "exits_hard", "prints_results"}),

@@ -217,6 +217,8 @@ def test_time_over_in_the_runs_alone_says_nothing_of_who_did_not_come_to_run() -
         ("tests/test_a.py", "import pytest", set()),
         ("a.py", "sys.exit(0)", {"exits_hard"}),
         ("a.py", "    sys.exit(0)", set()),
+        ("a.py", "raise SystemExit", {"exits_hard"}),
+        ("a.py", "raise SystemExit(1)", set()),
         ("logs/reward.txt", "1", {"plants_reward"}),
         ("../a.md", "x", {"leaves_tree"}),
         ("a/.GIT/config", "x", {"leaves_tree"}),
