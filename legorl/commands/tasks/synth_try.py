@@ -140,7 +140,7 @@ def _job(candidate: Candidate, clean: Clean, screen: bool = False) -> Job:
     cpu_s = PATIENCE * usual + SLACK_S
     only = candidate.tests if screen else ()
     mutant = candidate.mutant.text
-    return Job(candidate.key, candidate.files, candidate.path, mutant, cpu_s, wall_s=3 * cpu_s + 10, only=only)
+    return Job(candidate.key, candidate.files, candidate.path, mutant, cpu_s, wall_s=10 * cpu_s + 30, only=only)
 
 
 def _screened(run: Result, candidate: Candidate) -> str:
