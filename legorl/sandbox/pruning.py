@@ -38,19 +38,19 @@ async def prune(unused_s: float) -> tuple[list[str], list[str]]:
     listed = json.loads((await podman("images", "--format", "json", timeout_s=300)).out or b"[]")
     gone: list[str] = []
     kept: list[str] = []
-    for row in listed:
-        for name in row.get("Names") or ():
-            if name.removeprefix("localhost/").partition(":")[0] not in MADE:
-                continue
-            mark = _mark(name)
-            used = mark.stat().st_mtime if mark.exists() else float(row["Created"])
-            if time.time() - used < unused_s:
-                continue
-            # Untagged first by rmi; an image that a container has is refused.
-            done = await podman("rmi", name, check=False, timeout_s=300)
-            (kept if done.code else gone).append(name)
-            if not done.code:
-                mark.unlink(missing_ok=True)
+    # An image is listed once for each of its names, with all of them.
+    created = {name: float(row["Created"]) for row in listed for name in row.get("Names") or ()}
+    for name in created:
+        if name.removeprefix("localhost/").partition(":")[0] not in MADE:
+            continue
+        mark = _mark(name)
+        used = mark.stat().st_mtime if mark.exists() else created[name]
+        if time.time() - used < unused_s:
+            continue
+        done = await podman("rmi", name, check=False, timeout_s=300)  # refused for an image that a container has
+        (kept if done.code else gone).append(name)
+        if not done.code:
+            mark.unlink(missing_ok=True)
     if paths.is_root():
         await _prune_builds(max(unused_s, LEFT_S))
     return sorted(gone), sorted(kept)
