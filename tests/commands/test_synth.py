@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from legorl.commands.tasks.mutate import mutants
 from legorl.commands.tasks.synth_run import Result
 from legorl.commands.tasks.synth_source import SourceError, unpacked
-from legorl.commands.tasks.synth_try import fault_of
+from legorl.commands.tasks.synth_try import Candidate, fault_of
+from legorl.commands.tasks.synth_write import reversal
 from legorl.task import Task, load_task
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +228,20 @@ def test_what_a_failed_test_does_is_quoted_with_imports_and_values(tmp_path: Pat
         "for k in range(3):",
         "    assert value + STEP * k == wanted, json.dumps(k)",
     ]
+
+
+def test_the_reversal_gives_a_module_at_the_top_back_byte_for_byte(tmp_path: Path) -> None:
+    clean = b"def f(a):\r\n    return a > 1 and a + 2\r\n# no newline at the end: \xc3\xa9"
+    source = sdist(tmp_path, {"one.py": "", "tests/test_one.py": ""})
+    with unpacked(source) as library:
+        (library.root / "one.py").write_bytes(clean)
+        for mutant in mutants(clean, random.Random(1), 2):
+            patch = reversal(library, Candidate("one.py", mutant, ()))
+            work = tmp_path / mutant.rule
+            work.mkdir(exist_ok=True)
+            (work / "one.py").write_bytes(mutant.text)
+            subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], cwd=work, input=patch, check=True)
+            assert (work / "one.py").read_bytes() == clean != mutant.text
 
 
 def run_of(**outcomes: str) -> Result:

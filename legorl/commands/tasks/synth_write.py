@@ -29,7 +29,7 @@ def write(library: Library, bug: Candidate, verdict: Verdict, clean: Clean, out:
             (folder / "repo" / path).rename(folder / "tests" / path)
         _prune(folder / "repo")
         (folder / "repo" / bug.path).write_bytes(bug.mutant.text)
-        (folder / "solution.patch").write_bytes(_reversal(library, bug))
+        (folder / "solution.patch").write_bytes(reversal(library, bug))
         (folder / "instruction.md").write_text(instruction(library, bug.mutant, verdict), encoding="utf-8")
         table = {
             "format": TASK_FORMAT,
@@ -79,13 +79,13 @@ def _prune(folder: Path) -> None:
             path.rmdir()
 
 
-def _reversal(library: Library, bug: Candidate) -> bytes:
+def reversal(library: Library, bug: Candidate) -> bytes:
     """The git diff from the mutant back to the clean file, which applied gives the clean file byte for byte."""
     with tempfile.TemporaryDirectory(prefix="legorl-synth-") as name:
         work = Path(name) / "work"
         git = Git(Path(name) / "git", work)
         file, clean = work / bug.path, (library.root / bug.path).read_bytes()
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(clean)
         git("add", "-A", "--force")
         whole = git("write-tree").decode().strip()
