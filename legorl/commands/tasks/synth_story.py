@@ -49,11 +49,12 @@ def instruction(library: "Library", mutant: "Mutant", verdict: "Verdict") -> str
 
 
 def _shown(verdict: "Verdict") -> list[tuple[str, str]]:
-    """Code and error of at most SHOWN failures, each of another test function, those with code first."""
+    """Code and error of at most SHOWN failures, each of another test function; without code only where none has any."""
     seen: dict[str, tuple[str, str]] = {}
     for test, (code, error) in (verdict.stories or {}).items():
         seen.setdefault(test.partition("[")[0], (code, error))
-    return sorted(seen.values(), key=lambda told: not told[0])[:SHOWN]
+    coded = [told for told in seen.values() if told[0]]
+    return coded[:SHOWN] or list(seen.values())[:1]
 
 
 def _symptom(shown: list[tuple[str, str]]) -> str:
