@@ -132,7 +132,8 @@ class Sandbox:
             except TimeoutError:
                 code = None
             if code is None:  # first of all: it may hold the container's lock, and `podman rm` would wait for it
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    process.kill()
                 await process.wait()
             await self._tidy(self._seat.remove(self.name, clean=code == 0))
             if self._drain is not None:

@@ -122,6 +122,7 @@ class Tunnel:
             try:
                 await asyncio.wait_for(self._process.wait(), 10)
             except TimeoutError:  # the network is gone, or somebody still uses the service's socket
-                self._process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
                 await self._process.wait()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
