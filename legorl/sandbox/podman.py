@@ -114,9 +114,9 @@ async def podman(
     try:
         out, err = await asyncio.wait_for(process.communicate(), timeout_s)
     except (TimeoutError, asyncio.CancelledError) as error:
-        process.kill()  # unshare, sh and setpriv each exec the next: this is podman itself
-        if arguments[0] == "build":  # the commands of a Dockerfile outlive it
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # unshare, sh and setpriv each exec the next: this is podman itself
+            if arguments[0] == "build":  # the commands of a Dockerfile outlive it
                 os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         if isinstance(error, asyncio.CancelledError):
