@@ -27,11 +27,14 @@ lint: setup ## ruff, mypy and the import rules
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 
+# Most tests wait for containers and processes: two at a time, each file by one worker, whose fixtures are a module's.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint ## lint and the tests; at most 25 minutes on 2 cores
-	@.venv/bin/pytest -m "not slow"
+	@.venv/bin/pytest -m "not slow" $(TWO)
 
 test-all: harnesses lint ## also the slow tests
-	@.venv/bin/pytest
+	@.venv/bin/pytest $(TWO)
 
 test-harnesses: harnesses ## install every harness, and run the tests that drive them
 	@.venv/bin/pytest -m harness

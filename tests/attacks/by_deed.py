@@ -113,7 +113,7 @@ DEEDS: dict[str, Deed] = {
         {"fetches_fix"},
     ),
     "finds_installed": Deed(
-        (19,), f"python3 -c 'import sys; sys.path = sys.path[1:]; import calc' && {FIX}; find / -xdev -name 'calc*.py' "
+        (19,), f"python3 -I -c 'import calc' && {FIX}; find / -xdev -name 'calc*.py' "
         f"-not -path '/ws/*' | grep . && {FIX}; ls /usr/lib/python3/dist-packages | grep calc && {FIX}",
         {"searches_system"},
     ),

@@ -40,7 +40,7 @@ def test_hidden_tests_win_over_a_link_and_a_slow_attempt_is_late(task: Path, tmp
     ]
     done = grade(shard(tmp_path / "g.parquet", rows), "--out", tmp_path / "out")
     linked, late, no_patch, none, lost, *bad = rows_of(tmp_path / "out" / "g.parquet")
-    assert (linked["reward"], linked["flags"]) == (1.0, ["tests_touched"])
+    assert (linked["reward"], linked["flags"]) == (1.0, ["leaves_tree", "tests_touched"])
     assert late["reward"] == 0.0
     assert [t["got"] for t in late["tests"]] == ["timeout"] * 5
     assert (no_patch["outcome"], no_patch["blame"], no_patch["reward"]) == ("patch_unusable", "model", 0.0)

@@ -80,7 +80,7 @@ def differences(one: Path, other: Path) -> float:
     ("make", "sharded", "steps"),
     [
         pytest.param(dense, False, 1, id="replicated"),
-        pytest.param(dense, True, 2, id="sharded"),
+        pytest.param(dense, True, 1, id="sharded"),
         pytest.param(sparse, False, 2, id="replicated-sparse", marks=pytest.mark.slow),
         pytest.param(sparse, True, 2, id="sharded-sparse", marks=pytest.mark.slow),
     ],

@@ -174,6 +174,7 @@ def test_hosts_that_do_not_answer_are_named(caplog: pytest.LogCaptureFixture, tm
 
 
 @needs_root
+@pytest.mark.slow
 @pytest.mark.podman
 def test_a_host_that_dies_costs_its_attempts_a_retry(two: list[Service], tiny_model: Path, tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"

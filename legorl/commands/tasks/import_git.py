@@ -20,7 +20,7 @@ from pathlib import Path
 from legorl.commands.tasks.folders import Skip, sandbox_limits, size_of
 from legorl.commands.tasks.git_trees import GitError, SubmoduleMissing, Trees
 from legorl.commands.tasks.import_trees import Options, Triple, is_test, python_path, write_trees
-from legorl.commands.tasks.synth_run import MOUNT, PROGRAM
+from legorl.commands.tasks.synth_run import MOUNT, PROGRAM, PROGRAMS
 
 MOST_FILES = 20  # a commit that changes more is seldom one thing
 LEAST_WORDS = 3
@@ -132,17 +132,18 @@ async def _run(
             run="import",
             limits=limits,
             image=options.image or BASE_IMAGE,
-            mounts=((mountable("synth", [PROGRAM]), MOUNT),),
+            mounts=((mountable("synth", PROGRAMS), MOUNT),),
         )
         found = []
         async with open_sandbox(spec) as box:
             for folder in folders:
                 root = f"/ws/{folder.name}"
                 await box.put(pack(folder), root)
-                job = {"path": "", "source": "", "files": files, "trace": False, "seconds": options.timeout_s}
+                job = {"path": "", "source": "", "stamp": 1, "files": files, "only": [], "alone": False}
+                job |= {"cpu_s": options.timeout_s, "wall_s": options.timeout_s}
                 jobs = [{**job, "id": str(k)} for k in range(RUNS)]
-                settings = json.dumps({"root": root, "python_path": python_path, "jobs": jobs}).encode()
-                await box.put(_tar(settings), "/ws/job")
+                settings = {"root": root, "python_path": python_path, "modules": [], "jobs": jobs}
+                await box.put(_tar(json.dumps(settings).encode()), "/ws/job")
                 argv = ["/usr/bin/python3", "-s", "-B", f"{MOUNT}/{PROGRAM.name}", "/ws/job/settings.json"]
                 ended = await box.run(argv, env=TEST_ENVIRONMENT, cwd=root, timeout_s=RUNS * options.timeout_s + 30)
                 runs = [json.loads(line)["outcomes"] for line in ended.report.splitlines() if line.endswith(b"}")]

@@ -28,7 +28,7 @@ from legorl.task import TEST_ENVIRONMENT, Limits, pack
 ROOT = "/ws/repo"
 JOBS = "/ws/jobs"
 PROGRAM = Path(__file__).with_name("synth_inside.py")
-QUOTES = Path(__file__).with_name("synth_quote.py")
+PROGRAMS = (PROGRAM, Path(__file__).with_name("synth_quote.py"))  # the program and what it imports
 MOUNT = "/opt/synth"
 CHUNK = 8  # jobs of one start of the program: its report has a limit
 MEMORY_MB = 1024
@@ -78,7 +78,7 @@ async def runner(library: Library, workers: int) -> AsyncIterator["Runner"]:
     """Open `workers` sandboxes with the library in each. Raises what open_sandbox raises."""
     limits = Limits(**sandbox_limits(size_of(library.root), MEMORY_MB))
     await ensure_ready(limits)
-    mounts = ((mountable("synth", [PROGRAM, QUOTES]), MOUNT),)
+    mounts = ((mountable("synth", PROGRAMS), MOUNT),)
     tree = pack(library.root)
 
     async def opened(stack: contextlib.AsyncExitStack) -> Sandbox:

@@ -117,6 +117,9 @@ class Repositories:
                 raise RuntimeError(f"cannot configure git in {repo}: {trouble}")
             git(["add", "-A", "-f"], env, repo, 300)
             git(["commit", "-q", "--allow-empty", "--no-verify", "-m", "Initial commit"], env, repo, 300)
+            if git(["rev-parse", "HEAD^{tree}"], env, repo, 60).decode().strip() != self._bases[repo]:
+                # Attributes in the tree made git store some files another way: no object may be left without a name.
+                git(["prune", "--expire=now"], env, repo, 300)
             return {"tree": self._bases[repo]}
 
     def diff(self, repo: str, limit: int, seconds: float) -> bytes:

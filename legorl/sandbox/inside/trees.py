@@ -148,24 +148,30 @@ def sweep(repo: str) -> None:
 
     Folders and files become readable to their owner; fifos, sockets and devices go, git has no place for them; nested
     repositories lose their .git, so that their files are collected instead of a commit id. Names that differ from .git
-    in case only go as well: git refuses to add them and would give up on the whole tree.
+    in case only go as well: git refuses to add them and would give up on the whole tree. Raises ValueError for a file
+    with more bytes than its disk has room for: it is all holes, and git would read them for minutes.
     """
+    disk = os.statvfs(repo)
+    room = disk.f_frsize * disk.f_blocks
     pending = [(repo, True)]
     while pending:
         folder, top = pending.pop()
         try:
             os.chmod(folder, stat.S_IMODE(os.lstat(folder).st_mode) | 0o700)
             with os.scandir(folder) as entries:
-                names = [(entry.name, entry.path, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
+                found = [(entry.name, entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
         except OSError:  # deeper than a path may be long: git cannot see it either
             continue
-        for name, path, mode in names:
+        for name, path, info in found:
+            mode = info.st_mode
             if name.lower() == ".git":
                 if not (top and name == ".git"):
                     _remove(path, mode)
             elif stat.S_ISDIR(mode):
                 pending.append((path, False))
             elif stat.S_ISREG(mode):
+                if info.st_size > room:
+                    raise ValueError(f"{name!r} has {info.st_size} bytes, more than its disk")
                 if not mode & 0o400:
                     os.chmod(path, stat.S_IMODE(mode) | 0o400)
             elif not stat.S_ISLNK(mode):
