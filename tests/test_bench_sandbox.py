@@ -17,13 +17,13 @@ BENCH = Path(__file__).with_name("bench")
 
 @pytest.mark.podman
 def test_attempts_leave_nothing_behind(tiny_model: Path) -> None:
-    environment = {**os.environ, "COUNT": "20", "MODEL": str(tiny_model)}
+    environment = {**os.environ, "COUNT": "8", "MODEL": str(tiny_model)}
     done = subprocess.run(
         [sys.executable, BENCH / "sandbox.py", "leftovers"], capture_output=True, text=True, env=environment
     )
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)["leftovers"]
-    assert found["outcomes"] == {"finished": 20}
+    assert found["outcomes"] == {"finished": 8}
     assert not any(found["left"].values()), done.stderr
 
 
