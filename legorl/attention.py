@@ -119,9 +119,7 @@ def forest_attention(
         )
     pieces = []
     for segment in forest.segments:
-        keys, values = (
-            _along(tensor, [*segment.ancestors, (segment.start, segment.stop)]) for tensor in (key, value)
-        )
+        keys, values = (_along(tensor, [*segment.ancestors, (segment.start, segment.stop)]) for tensor in (key, value))
         pieces += _segment(query[:, :, segment.start : segment.stop], keys, values, scaling)
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
