@@ -101,6 +101,7 @@ class _Grading:
         self.retries = retries
         self.share = share
         self.hosts: Any = None
+        self.spares: Any = None
         self.rows = asyncio.Semaphore(concurrency)
         self.shards = asyncio.Semaphore(concurrency)  # as many in memory; the rest waits as paths
         self.tasks = Tasks()
@@ -116,11 +117,16 @@ class _Grading:
 
     async def run(self, arriving: Iterator[str], max_lost: float, podman: Sequence[str]) -> int:
         """Grade the shards as their paths arrive; return the exit code."""
+        from legorl.commands.grade.spares import Spares
         from legorl.sandbox.hosts import open_hosts
 
         queue, position = _from_thread(arriving), itertools.count()
         try:
-            async with open_hosts(podman) as self.hosts, asyncio.TaskGroup() as group:
+            async with (
+                open_hosts(podman) as self.hosts,
+                Spares(self.hosts.open) as self.spares,
+                asyncio.TaskGroup() as group,
+            ):
                 while (path := await queue.get()) is not None:
                     if isinstance(path, BaseException):
                         raise path
@@ -197,7 +203,7 @@ class _Grading:
         if changes is None:
             async with self.rows:
                 await self._ensure_ready(job.task)
-                verdict = await grading.grade(job, self.programs, self.retries, self.hosts.open)
+                verdict = await grading.grade(job, self.programs, self.retries, self.spares.open)
             changes = rows.changes_of(verdict, GRADER)
         self.resolved += changes.get("resolved") is True
         self.unresolved += changes.get("resolved") is False
