@@ -1,6 +1,7 @@
 """Spare sandboxes: fresh ones, of the kind asked for, none left; the second of a kind is there before it is wanted."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from legorl.sandbox import BASE_IMAGE, Sandbox, SandboxError, Spec, ensure_ready
 from legorl.sandbox.podman import podman
 from legorl.task import Limits
 
-SMALL = Spec("grade-test-a", "spares", Limits())
-OTHER = Spec("grade-test-b", "spares", Limits(processes=77))
+MARK = f"test{os.getpid()}"
+SMALL = Spec(f"grade-{MARK}-a", "spares", Limits())
+OTHER = Spec(f"grade-{MARK}-b", "spares", Limits(processes=77))
 
 
-async def _names() -> set[str]:
-    return set((await podman("ps", "-a", "--filter", "label=legorl.run=spare", "--format", "{{.Names}}")).out.split())
+async def _names() -> set[bytes]:
+    """Return the containers of this test: others that run beside it have spares of their own."""
+    listed = await podman("ps", "-a", "--filter", f"name=-{MARK}-", "--format", "{{.Names}}")
+    return set(listed.out.split())
 
 
 @pytest.mark.podman

@@ -1,5 +1,6 @@
 """lego-tasks synth and its recipe: a small library of our own, packed as an sdist, becomes tasks that are proved."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from legorl.commands.tasks.mutate import mutants
-from legorl.commands.tasks.synth_run import Result
+from legorl.commands.tasks.synth_run import Job, Result, runner
 from legorl.commands.tasks.synth_source import SourceError, unpacked
 from legorl.commands.tasks.synth_try import Candidate, fault_of
 from legorl.commands.tasks.synth_write import reversal
@@ -210,16 +211,22 @@ QUOTED = """
     """
 
 
-def test_what_a_failed_test_does_is_quoted_with_imports_and_values(tmp_path: Path) -> None:
-    file, program = tmp_path / "test_it.py", tmp_path / "conftest.py"
-    file.write_text(textwrap.dedent(QUOTED))
+def told_of(folder: Path, source: str) -> list[str]:
+    """What synth_quote.py quotes of the only test in `source`, which fails, line by line."""
+    folder.mkdir(exist_ok=True)
+    file, program = folder / "test_it.py", folder / "conftest.py"
+    file.write_text(source)
     program.write_text(
         "import pytest\nfrom legorl.commands.tasks.synth_quote import quoted\n"
         "@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n    yield\n"
-        f"    if call.excinfo: open({str(tmp_path / 'told')!r}, 'w').write(quoted(item, call.excinfo))\n"
+        f"    if call.excinfo: open({str(folder / 'told')!r}, 'w').write(quoted(item, call.excinfo))\n"
     )
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], capture_output=True)
-    assert (tmp_path / "told").read_text().splitlines() == [
+    return (folder / "told").read_text().splitlines()
+
+
+def test_what_a_failed_test_does_is_quoted_with_imports_and_values(tmp_path: Path) -> None:
+    assert told_of(tmp_path, textwrap.dedent(QUOTED)) == [
         "import json",
         "from math import floor, pi as PI",
         "STEP = int(1)",
@@ -228,6 +235,38 @@ def test_what_a_failed_test_does_is_quoted_with_imports_and_values(tmp_path: Pat
         "for k in range(3):",
         "    assert value + STEP * k == wanted, json.dumps(k)",
     ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def test_it():\n    text = """\\\n[a]\n  b = 1\n"""\n    assert text == ""\n',
+        'def test_it():\n    text = f"""\n{1 + 1}\nnone"""\n    assert text == b"""\nx""" or not text\n',
+        "class TestIt:\n    def test_it(self):\n        t = (\n  1,\n2)\n        # words\n\n        assert not t\n",
+        "def test_it():\n\ttext = 1\n\tassert not text\n",
+        "def test_it():\n  # first\n  assert not 1\n",
+    ],
+    ids=["text", "in braces", "in brackets", "tabs", "comment"],
+)
+def test_what_is_quoted_does_what_the_test_does(tmp_path: Path, source: str) -> None:
+    quoted = "\n".join(told_of(tmp_path, source))
+    assert "assert" in quoted
+    with pytest.raises(AssertionError):
+        exec(quoted, {})
+
+
+@pytest.mark.podman
+def test_a_run_that_pytest_breaks_off_shows_nothing(tmp_path: Path) -> None:
+    """A test that pytest did not come to has not failed."""
+    test = "import pytest\ndef test_a(): pytest.exit('enough')\ndef test_b(): pass\n"
+    source = sdist(tmp_path, {"one.py": "", "tests/test_one.py": test})
+
+    async def run() -> Result:
+        with unpacked(source) as library:
+            async with runner(library, workers=1) as box:
+                return (await box.run([Job("it", ("tests/test_one.py",))]))[0]
+
+    assert asyncio.run(run()).uncollected == ("",)
 
 
 def test_the_reversal_gives_a_module_at_the_top_back_byte_for_byte(tmp_path: Path) -> None:

@@ -197,7 +197,9 @@ def run_pytest(job, settings, tree, send) -> None:
     watcher = Alone(tree, job["wall_s"]) if job["alone"] else Watcher(job["only"])
     options = ["--rootdir", root, "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-q"]
     options += ["--maxfail=1"] if job["only"] else []
-    pytest.main([*options, "--tb=no", *job["files"]], plugins=[watcher])
+    ended = pytest.main([*options, "--tb=no", *job["files"]], plugins=[watcher])
+    if ended in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+        watcher.uncollected.append("")  # tests without an outcome are tests that it did not come to
     send(watcher.found())
 
 

@@ -4,7 +4,6 @@ Standard library only.
 """
 
 import ast
-import textwrap
 from pathlib import Path
 
 LINES = 24  # of the test's body, the last ones up to what failed
@@ -24,23 +23,36 @@ def quoted(item, excinfo) -> str:
         inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = [node for node in inside if node.lineno <= at <= node.end_lineno and node.name == item.originalname]
         if inside:
-            body = _body(inside[0], at, text.splitlines())
-            names = _names(ast.parse(body))
+            body, names = _body(inside[0], at, text.splitlines())
             constants = _constants(tree, names, text)
             names |= {name for constant in constants for name in _names(constant)}
             return "\n".join(filter(None, [_imports(tree, names), *constants.values(), _values(item, names), body]))
     return ""
 
 
-def _body(function, at, lines) -> str:
-    """The statements at the top of `function` up to the one with line `at`, whole ones, as many as LINES allow."""
+def _body(function, at, lines) -> tuple:
+    """The statements at the top of `function` up to the one with line `at`, whole ones, as many as LINES allow; and
+    the names in them."""
     statements = [node for node in function.body if node.lineno <= at]
     if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant) and len(statements) > 1:
         statements = statements[1:]
     last = statements[-1].end_lineno
     fitting = [node for node in statements if last - _start(node) < LINES] or statements[-1:]
+    first, indent = _start(fitting[0]), fitting[0].col_offset
+    kept = {line for node in fitting for line in _in_strings(node)}
+    body = [
+        line[indent:] if k not in kept and not line[:indent].strip() else line
+        for k, line in enumerate(lines[first - 1 : last], first)
+    ]
     cut = "" if fitting[0] is statements[0] else "...\n"
-    return cut + textwrap.dedent("\n".join(lines[_start(fitting[0]) - 1 : last]))
+    return cut + "\n".join(body), {name for node in fitting for name in _names(node)}
+
+
+def _in_strings(tree) -> set:
+    """Numbers of the lines that begin inside of a string."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    texts = [node for node in nodes if isinstance(getattr(node, "value", ""), str | bytes)]
+    return {line for node in texts for line in range(node.lineno + 1, (node.end_lineno or node.lineno) + 1)}
 
 
 def _names(tree) -> set:
