@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,6 +167,7 @@ def main(
         rest = {"partial": partial, "require_signal": require_signal, "keep": keep, "serve": serve}
         return _explain(settings, {"model": model, "kl_ref": kl_ref, "out": out, **rest})
     from legorl.checkpoint import open_checkpoint
+    from legorl.commands.train.policy import Policy
     from legorl.commands.train.ranks import rank
     from legorl.commands.train.rows import read_rows
     from legorl.shards import Tally, open_shards
@@ -185,7 +185,7 @@ def main(
         tell(f"going on with part of the round: {complaint}")
     for words in cautions(settings, given["clip_low"] is not None, given["clip_high"] is not None):
         tell(words)
-    record = _train(rows, checkpoint, reference, out, settings, keep, require_signal, tell)
+    record = _train(rows, Policy(checkpoint, tell), reference, out, settings, keep, require_signal)
     if rank() != 0:
         return
     say(_summary(out, record))
@@ -221,8 +221,7 @@ def _explain(settings: Any, rest: dict[str, Any]) -> None:
 
 
 def _train(
-    rows: list[dict[str, Any]], checkpoint: Any, reference: Any, out: Path, settings: Any, keep: int, signal: bool,
-    tell: Callable[[str], None],
+    rows: list[dict[str, Any]], policy: Any, reference: Any, out: Path, settings: Any, keep: int, signal: bool
 ) -> dict[str, Any]:  # fmt: skip
     from tqdm import tqdm
 
@@ -232,14 +231,16 @@ def _train(
     bars: list[Any] = []
 
     def progress(total: int) -> Any:
-        bars.append(tqdm(total=total, unit="tok", disable=tell is _silent or not sys.stderr.isatty(), leave=False))
+        bars.append(
+            tqdm(total=total, unit="tok", disable=policy.tell is _silent or not sys.stderr.isatty(), leave=False)
+        )
         return bars[0].update
 
     try:
-        return train(rows, checkpoint, out, settings, keep, signal, tell, progress, reference)
+        return train(rows, policy, out, settings, keep, signal, progress, reference)
     except GateError as error:
         for line in error.worst:
-            tell(line)
+            policy.tell(line)
         raise
     finally:
         for bar in bars:

@@ -1,6 +1,6 @@
 """One step from rows to a checkpoint folder: batch, update, gate, files.
 
-    record = train(rows, open_checkpoint(model), out, settings, keep=3, reference=None)
+    record = train(rows, Policy(open_checkpoint(model)), out, settings, keep=3, reference=None)
 
 A step with nothing to train is a step: the new checkpoint holds the same weights under the next version.
 """
@@ -18,6 +18,7 @@ from legorl.checkpoint import Checkpoint, ModelError
 from legorl.commands.train import gate, save
 from legorl.commands.train.batch import Batch, make_batch
 from legorl.commands.train.fit import ModelFacts
+from legorl.commands.train.policy import Policy
 from legorl.commands.train.ranks import rank
 from legorl.commands.train.rows import BatchError, CheckError, digest_of
 from legorl.commands.train.settings import Settings
@@ -78,26 +79,27 @@ def check_reference(reference: Checkpoint, checkpoint: Checkpoint) -> None:
 
 
 def train(
-    rows: list[dict[str, Any]], checkpoint: Checkpoint, out: Path, settings: Settings, keep: int = 3,
-    require_signal: bool = False, tell: Callable[[str], object] = lambda words: None,
-    progress: Callable[[int], Callable[[int], object]] = lambda total: lambda done: None,
+    rows: list[dict[str, Any]], policy: Policy, out: Path, settings: Settings, keep: int = 3,
+    require_signal: bool = False, progress: Callable[[int], Callable[[int], object]] = lambda total: lambda done: None,
     reference: Checkpoint | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Take the step, or find it taken; return the checkpoint's record, empty in all processes but the first.
 
-    `tell` gets words for the user; `progress` gets the number of tokens to read and returns what is called as they are
-    read; `reference` is the model of the KL term, where settings.kl names one.
+    `policy` stands at the checkpoint that was made or found then. `progress` gets the number of tokens to read and
+    returns what is called as they are read; `reference` is the model of the KL term, where settings.kl names one.
 
     Raises BatchError, CheckError (GateError among them), ModelError, ShardError; nothing is at `out` then.
     """
     if not rows:
         raise BatchError("the shards hold no attempt; give graded shards")
-    settings = with_constant(settings, rows)
+    settings, checkpoint = with_constant(settings, rows), policy.checkpoint
     configuration = configuration_of(settings, checkpoint, rows, reference)
     if done := finished(out, configuration):
+        policy.stand_at(out)
         return done
     with save.staging(out) if rank() == 0 else nullcontext() as stage:
         if stage and (done := finished(out, configuration)):
+            policy.stand_at(out)
             return done
         batch = make_batch(
             rows, facts_of(checkpoint), settings.max_lag, settings.loss, settings.overlong, settings.groups == "whole"
@@ -107,7 +109,7 @@ def train(
         if reference and batch.samples:
             check_reference(reference, checkpoint)
             score_reference(batch, settings, reference)
-        return _step(batch, checkpoint, out, stage, configuration, settings, keep, tell, progress, require_signal)
+        return _step(batch, policy, out, stage, configuration, settings, keep, progress, require_signal)
 
 
 def require(batch: Batch) -> None:
@@ -117,7 +119,7 @@ def require(batch: Batch) -> None:
 
 
 def score_reference(batch: Batch, settings: Settings, reference: Checkpoint) -> None:
-    """Fill `ref`. The reference's model is gone again before the policy is loaded."""
+    """Fill `ref`. The reference's model is gone again afterwards; a policy's first step is loaded only then."""
     from legorl.commands.train.step import Trainer
     from legorl.model import load_model
 
@@ -129,21 +131,15 @@ def score_reference(batch: Batch, settings: Settings, reference: Checkpoint) -> 
 
 
 def _step(
-    batch: Batch, checkpoint: Checkpoint, out: Path, stage: Any, configuration: dict[str, Any], settings: Settings,
-    keep: int, tell: Callable[[str], object], progress: Callable[[int], Callable[[int], object]], signal: bool,
+    batch: Batch, policy: Policy, out: Path, stage: Any, configuration: dict[str, Any], settings: Settings, keep: int,
+    progress: Callable[[int], Callable[[int], object]], signal: bool,
 ) -> dict[str, Any]:  # fmt: skip
     import torch
 
-    from legorl.commands.train.step import Trainer
-    from legorl.model import load_model
-
     torch.manual_seed(settings.seed)
     started = time.monotonic()
-    model = load_model(checkpoint.folder, "fp32")
-    trainer = Trainer(settings, model)
-    restored = save.load_optimizer(checkpoint, trainer.model, trainer.optimizer)
-    if checkpoint.version and not restored:
-        tell(f"{checkpoint.path}: no optimizer state there; AdamW starts afresh")
+    checkpoint, tell = policy.checkpoint, policy.tell
+    trainer = policy.trainer(settings)
     loaded = time.monotonic()
     read = 0
     step = progress(trainer.planned(batch))
@@ -196,6 +192,7 @@ def _step(
     )  # fmt: skip
     for removed in save.prune(out, keep):
         tell(f"{removed}: removed, it was older than --keep {keep} checkpoints")
+    policy.moved_to(out)
     return record
 
 

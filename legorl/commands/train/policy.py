@@ -1,0 +1,54 @@
+"""The policy that is trained: its weights and AdamW in memory, and the checkpoint that holds the same.
+
+    policy = Policy(open_checkpoint(model))
+    train(rows, policy, out, settings)                 # policy.checkpoint is `out` then
+    train(more, policy, other, settings)               # goes on from memory, with the results of a fresh process
+
+Nothing is loaded before a step needs it, so that finding steps taken costs no time.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from legorl.checkpoint import Checkpoint, open_checkpoint
+from legorl.commands.train import save
+from legorl.commands.train.settings import Settings
+
+if TYPE_CHECKING:
+    from legorl.commands.train.step import Trainer
+
+
+class Policy:
+    """Stands at `checkpoint`; `tell` gets words for the user."""
+
+    def __init__(self, checkpoint: Checkpoint, tell: Callable[[str], object] = lambda words: None):
+        self.checkpoint = checkpoint
+        self.tell = tell
+        self._trainer: Trainer | None = None
+
+    def trainer(self, settings: Settings) -> "Trainer":
+        """The model and its optimiser, loaded if they are not, for a step with `settings`.
+
+        Of these, those that a batch decides (dr_grpo's constant) may change from call to call. Raises ModelError.
+        """
+        if self._trainer is None:
+            from legorl.commands.train.step import Trainer
+            from legorl.model import load_model
+
+            trainer = Trainer(settings, load_model(self.checkpoint.folder, "fp32"))
+            restored = save.load_optimizer(self.checkpoint, trainer.model, trainer.optimizer)
+            if self.checkpoint.version and not restored:
+                self.tell(f"{self.checkpoint.path}: no optimizer state there; AdamW starts afresh")
+            self._trainer = trainer
+        self._trainer.settings = settings
+        return self._trainer
+
+    def moved_to(self, out: Path) -> None:
+        """The step just taken was written to `out`: what is in memory is what stands there."""
+        self.checkpoint = open_checkpoint(out)
+
+    def stand_at(self, out: Path) -> None:
+        """Go to the finished checkpoint at `out`, which something else wrote; what is in memory is let go."""
+        self._trainer = None
+        self.checkpoint = open_checkpoint(out)
