@@ -42,8 +42,11 @@ class Checkpoint:
         return self.folder.parent.name if self.folder.name == "model" else self.folder.name
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Resolve `path` (a Hugging Face folder or a checkpoint folder); raise ModelError if it is neither."""
+def open_checkpoint(path: Path | str, digest: str | None = None) -> Checkpoint:
+    """Resolve `path` (a Hugging Face folder or a checkpoint folder); raise ModelError if it is neither.
+
+    `digest`: of its weights, from whoever has just read or written them; otherwise they are read when it is asked for.
+    """
     path = Path(path).resolve()
     if not path.is_dir():
         raise ModelError(f"{path}: no such model folder; give a Hugging Face folder or a checkpoint of lego-train")
@@ -54,7 +57,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json)")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder}: no .safetensors file; only that weight format is read")
-    return Checkpoint(path, folder, version)
+    found = Checkpoint(path, folder, version)
+    if digest:
+        vars(found)["digest"] = digest
+    return found
 
 
 def _digest(folder: Path, names: list[str]) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,14 @@ def _pair(text: str | None) -> tuple[int, int] | None:
     "--gate-tokens", type=click.IntRange(0), default=4096, help="Tokens to read of attempts that are only compared."
 )
 @step_option("--lr", type=click.FloatRange(0, min_open=True), default=1e-5, help="Learning rate of AdamW.")
+@step_option(
+    "--schedule",
+    type=click.Choice(["constant", "linear", "cosine"]),
+    default="constant",
+    help="Learning rate over the steps that move weights: constant, or falling to 0 after --total.",
+)
+@step_option("--warmup", type=click.IntRange(0), default=0, metavar="STEPS", help="Steps in which it rises to --lr.")
+@step_option("--total", type=click.IntRange(1), metavar="STEPS", help="All steps of the schedule, --warmup's too.")
 @step_option("--weight-decay", type=click.FloatRange(0), default=0.0, help="Weight decay of AdamW.")
 @step_option("--grad-clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest norm of the gradient.")
 @memory_option(
@@ -130,6 +139,12 @@ def _pair(text: str | None) -> tuple[int, int] | None:
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of the forward pass; weights stay fp32."
 )
 @memory_option("--gradient-checkpointing", is_flag=True, help="Recompute activations: a third slower, less memory.")
+@option(
+    "--follow",
+    is_flag=True,
+    help="Keep the model loaded and take a step for each round, as its last shard arrives: --out/step-0001/checkpoint, "
+    "and so on.",
+)
 @option("--partial", is_flag=True, help="Train although attempts of the round are missing.")
 @option("--require-signal", is_flag=True, help="Fail if there is nothing to train.")
 @option(
@@ -142,8 +157,8 @@ def _pair(text: str | None) -> tuple[int, int] | None:
 @json_option
 @explain_option
 def main(
-    paths: tuple[str, ...], model: Path, out: Path, partial: bool, require_signal: bool, keep: int, serve: Path | None,
-    as_json: bool, explain: bool, kl_ref: Path | None, **given: Any,
+    paths: tuple[str, ...], model: Path, out: Path, follow: bool, partial: bool, require_signal: bool, keep: int,
+    serve: Path | None, as_json: bool, explain: bool, kl_ref: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Take one policy-gradient step on graded shards and print the path of the new checkpoint.
 
@@ -151,6 +166,7 @@ def main(
     Examples:
       lego-train graded/*.parquet --model SmolLM2-135M-Instruct --out step-1
       lego-rollout ... | lego-grade --out graded | lego-train --model step-1 --out step-2
+      lego-grade ... | lego-train --follow --model SmolLM2-135M-Instruct --out runs/a --serve $LEGORL_SERVE
       lego-train graded --model step-1 --out step-2 --loss dapo --lr 2e-6 --minibatches 2
       lego-train expert --model SmolLM2-135M-Instruct --out warm --loss sft
       lego-train graded --model step-1 --out step-2 --kl k3 --kl-coef 0.001 --kl-ref SmolLM2-135M-Instruct
@@ -159,40 +175,66 @@ def main(
     log-probabilities are compared with the recorded ones: beyond --gate, exit 4 and a table of the worst tokens. If the
     round is incomplete, exit 1 without a step (--partial takes it). A batch with nothing to train is a step that leaves
     the weights as they are. Under `torchrun` or `accelerate launch` the processes divide the step among them.
+
+    With --follow the model stays loaded: every round (a plan, as lego-rollout writes it) is a step as soon as it is
+    whole, until stdin ends, with the results of as many single commands. Run again on the same paths, it finds what is
+    done.
     """
     settings = _settings(given)
     if (settings.kl == "none") != (kl_ref is None):
         raise click.UsageError("--kl and --kl-ref go together: which estimator, and from which model")
     if explain:
-        rest = {"partial": partial, "require_signal": require_signal, "keep": keep, "serve": serve}
+        rest = {"follow": follow, "partial": partial, "require_signal": require_signal, "keep": keep, "serve": serve}
         return _explain(settings, {"model": model, "kl_ref": kl_ref, "out": out, **rest})
     from legorl.checkpoint import open_checkpoint
+    from legorl.commands.train import follow as rounds
     from legorl.commands.train.policy import Policy
     from legorl.commands.train.ranks import rank
+
+    if "RANK" in os.environ and paths in ((), ("-",)) and not follow:
+        raise click.UsageError("several processes cannot read one stdin; give the shards as arguments, or --follow")
+    tell = say if rank() == 0 else _silent
+    policy = Policy(open_checkpoint(model), tell)
+    reference = open_checkpoint(kl_ref) if kl_ref else None
+
+    def step(rows: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+        return _train(rows, policy, reference, out, settings, keep, require_signal)
+
+    def tell_made(out: Path, record: dict[str, Any], socket: Path | None) -> None:
+        say(_summary(out, record))
+        if socket:
+            asyncio.run(_serve(socket, out, record))
+        emit(json.dumps({"path": str(out), **record}, default=str) if as_json else str(out))
+
+    told = cautions(settings, given["clip_low"] is not None, given["clip_high"] is not None)
+    if not follow:
+        rows = _rows(paths, partial, tell)
+        for words in told:
+            tell(words)
+        record = step(rows, out)
+        return tell_made(out, record, serve) if rank() == 0 else None
+    for words in told:
+        tell(words)
+    if serve and rank() == 0:
+        asyncio.run(_reach(serve))
+    for made, record in rounds.follow(each_path(paths), policy, out, step, partial):
+        # Of steps found taken, only the newest is what the engine should serve.
+        newer = rounds.place(out, record["version"] + 1).exists()
+        tell_made(made, record, None if newer else serve)
+
+
+def _rows(paths: tuple[str, ...], partial: bool, tell: Callable[[str], object]) -> list[dict[str, Any]]:
+    """All rows of one step; Failure if some of its round are missing and `partial` does not allow it."""
     from legorl.commands.train.rows import read_rows
     from legorl.shards import Tally, open_shards
 
-    if "RANK" in os.environ and paths in ((), ("-",)):
-        raise click.UsageError("several processes cannot read one stdin; give the shards as arguments")
-    tell = say if rank() == 0 else _silent
-    checkpoint = open_checkpoint(model)
-    reference = open_checkpoint(kl_ref) if kl_ref else None
     tally = Tally()
     rows = read_rows(open_shards(each_path(paths)), tally)
     if complaint := tally.complaint():
         if not partial:
             raise Failure(f"{complaint}; no step was taken (--partial takes it all the same)")
         tell(f"going on with part of the round: {complaint}")
-    for words in cautions(settings, given["clip_low"] is not None, given["clip_high"] is not None):
-        tell(words)
-    record = _train(rows, Policy(checkpoint, tell), reference, out, settings, keep, require_signal)
-    if rank() != 0:
-        return
-    say(_summary(out, record))
-    if serve:
-        loaded = asyncio.run(_serve(serve, out, record["version"]))
-        say(f"{serve}: serves version {loaded['version']} now")
-    emit(json.dumps({"path": str(out), **record}, default=str) if as_json else str(out))
+    return rows
 
 
 def _silent(words: str) -> None:
@@ -247,11 +289,23 @@ def _train(
             bar.close()
 
 
-async def _serve(socket: Path, out: Path, version: int) -> dict[str, Any]:
+async def _serve(socket: Path, out: Path, record: dict[str, Any]) -> None:
+    """Have the lego-serve at `socket` serve the checkpoint, unless it does."""
     from legorl.control import Control
 
     async with Control(socket) as control:
-        return await control.load_weights(out.resolve(), version)
+        health = await control.health()
+        if (health.version, health.digest) != (record["version"], record["digest"]):
+            await control.load_weights(out.resolve(), record["version"])
+    say(f"{socket}: serves version {record['version']} now")
+
+
+async def _reach(socket: Path) -> None:
+    """Raise ServeError unless a lego-serve answers, before hours of work that it should get."""
+    from legorl.control import Control
+
+    async with Control(socket) as control:
+        await control.health()
 
 
 def _summary(out: Path, record: dict[str, Any]) -> str:

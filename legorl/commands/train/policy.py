@@ -9,10 +9,11 @@ Nothing is loaded before a step needs it, so that finding steps taken costs no t
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from legorl.checkpoint import Checkpoint, open_checkpoint
 from legorl.commands.train import save
+from legorl.commands.train.schedule import Schedule
 from legorl.commands.train.settings import Settings
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """Stands at `checkpoint`; `tell` gets words for the user."""
+    """Stands at `checkpoint`; `tell` gets words for the user. `schedule` is there once `trainer` was called."""
+
+    schedule: Schedule
 
     def __init__(self, checkpoint: Checkpoint, tell: Callable[[str], object] = lambda words: None):
         self.checkpoint = checkpoint
@@ -40,13 +43,22 @@ class Policy:
             restored = save.load_optimizer(self.checkpoint, trainer.model, trainer.optimizer)
             if self.checkpoint.version and not restored:
                 self.tell(f"{self.checkpoint.path}: no optimizer state there; AdamW starts afresh")
-            self._trainer = trainer
+            self._trainer, self.schedule = trainer, self._schedule(settings, trainer.optimizer)
         self._trainer.settings = settings
         return self._trainer
 
-    def moved_to(self, out: Path) -> None:
-        """The step just taken was written to `out`: what is in memory is what stands there."""
-        self.checkpoint = open_checkpoint(out)
+    def _schedule(self, settings: Settings, optimizer: Any) -> Schedule:
+        """The checkpoint's schedule, gone on with; one of another name begins at its first step."""
+        state = save.load_schedule(self.checkpoint)
+        if state.get("schedule") == settings.schedule:
+            return Schedule(settings, optimizer, state["taken"])
+        if state:
+            self.tell(f"{self.checkpoint.path}: had a {state['schedule']} schedule; the {settings.schedule} one begins")
+        return Schedule(settings, optimizer)
+
+    def moved_to(self, out: Path, digest: str | None = None) -> None:
+        """The step just taken was written to `out`, with that digest: what is in memory is what stands there."""
+        self.checkpoint = open_checkpoint(out, digest)
 
     def stand_at(self, out: Path) -> None:
         """Go to the finished checkpoint at `out`, which something else wrote; what is in memory is let go."""

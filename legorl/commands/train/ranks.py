@@ -18,6 +18,7 @@ Under FSDP2 a forward pass needs all processes, so who has fewer micro-batches c
 
 import os
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,30 @@ from legorl.model import target_logprobs
 def rank() -> int:
     """This process's number among those launched together, from its environment; 0 if it is alone."""
     return int(os.environ.get("RANK", "0"))
+
+
+class Channel:
+    """From the first process to the others: what it alone knows, however long they have to wait for it."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            import torch
+            from accelerate import PartialState
+
+            PartialState()
+            # Collectives give up after minutes, and a round of rollouts takes hours.
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    def tell(self, value: Any = None) -> Any:
+        """Return in all processes what the first was given. All must call it."""
+        if self._group is None:
+            return value
+        import torch
+
+        told = [value]
+        torch.distributed.broadcast_object_list(told, src=0, group=self._group)
+        return told[0]
 
 
 class Ranks:

@@ -1,7 +1,7 @@
 """The checkpoint folder: written beside its place, made durable, and put there by one rename.
 
     model/             a plain Hugging Face folder: weights, configuration, the tokenizer's files as they came
-    optimizer/         AdamW's state by parameter name, safetensors
+    optimizer/         AdamW's state by parameter name, safetensors; schedule.json, the place in the schedule
     updates.parquet    what happened to every sampled token (schema.UPDATE)
     metrics.parquet    the step's figures (schema.METRIC)
     legorl.json        format, version, digest, parent, configuration, figures
@@ -12,7 +12,8 @@ a run keep theirs.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from legorl.shards import OutDir, ShardError, make_meta, sync_folder, sync_tree,
 CHECKPOINT_FORMAT = "checkpoint/1"
 OPTIMIZER = "optimizer"
 STATE = "state.safetensors"
+SCHEDULE = "schedule.json"
 # Written anew by save_pretrained; everything else in the model folder is copied as it is.
 _REWRITTEN = ("config.json", "generation_config.json")
 
@@ -38,14 +40,19 @@ def read_record(out: Path) -> dict[str, Any] | None:
     return json.loads(record.read_text())
 
 
-def staging(out: Path) -> OutDir:
+@contextmanager
+def staging(out: Path) -> Iterator[OutDir]:
     """The folder beside `out` where a checkpoint is written, held by one writer; what a killed one left is harmless."""
-    return OutDir(out.parent / f".{out.name}.partial", {})
+    with OutDir(out.parent / f".{out.name}.partial", {}) as stage:
+        try:
+            yield stage
+        finally:  # of a step that was refused or stopped, and of a disk that filled up, too
+            shutil.rmtree(stage.path, ignore_errors=True)
 
 
 def write_checkpoint(
     out: Path, stage: OutDir, parent: Checkpoint, save: Callable[[Path], object] | None, optimizer: dict[str, Any],
-    tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
+    schedule: dict[str, Any], tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Write the checkpoint and rename it to `out`; return its record.
 
@@ -58,20 +65,18 @@ def write_checkpoint(
     made = stage.path / "checkpoint"
     shutil.rmtree(made, ignore_errors=True)
     try:
-        whole = _fill(made, parent, save, optimizer, tables, record)
+        whole = _fill(made, parent, save, optimizer, schedule, tables, record)
     except SafetensorError as error:
         raise ShardError(f"{out}: its weights cannot be written ({error})") from error
     else:
         made.rename(out)
         sync_folder(out.parent)
         return whole
-    finally:  # of a disk that filled up as well
-        shutil.rmtree(stage.path, ignore_errors=True)
 
 
 def _fill(
     made: Path, parent: Checkpoint, save: Callable[[Path], object] | None, optimizer: dict[str, Any],
-    tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
+    schedule: dict[str, Any], tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Write everything of a checkpoint into the folder `made` and make it durable; return its record."""
     model = made / "model"
@@ -87,6 +92,7 @@ def _fill(
 
         (made / OPTIMIZER).mkdir()
         save_file(optimizer, made / OPTIMIZER / STATE)
+        (made / OPTIMIZER / SCHEDULE).write_text(json.dumps(schedule) + "\n")
     digest = Checkpoint(made, model, parent.version + 1).digest
     updates, metrics = tables(digest)
     meta = {"configuration": record["configuration"]}
@@ -149,6 +155,12 @@ def load_optimizer(checkpoint: Checkpoint, model: Any, optimizer: Any) -> bool:
             f"{file}: holds {next(iter(state))}, which the model beside it has not; remove it to start afresh"
         )
     return True
+
+
+def load_schedule(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What write_checkpoint was given as `schedule`; empty where AdamW's state is gone, which it belongs to."""
+    file = checkpoint.path / OPTIMIZER / SCHEDULE
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def prune(out: Path, keep: int) -> list[Path]:

@@ -13,6 +13,7 @@ IS_CAP = 2.0
 KL_COEF = 1e-3
 
 Groups = Literal["valid", "whole"]
+ScheduleName = Literal["constant", "linear", "cosine"]
 
 
 class SettingsError(ValueError):
@@ -28,6 +29,9 @@ class Settings:
 
     loss: LossName = "grpo"
     lr: float = 1e-5
+    schedule: ScheduleName = "constant"  # of the learning rate, over steps that move weights
+    warmup: int = 0  # steps
+    total: int | None = None  # steps, those of the warm-up among them
     clip_low: float | None = 0.2
     clip_high: float | None = 0.2
     dr_constant: float | None = None
@@ -65,7 +69,8 @@ def resolve(
     loss: LossName = "grpo", clip_low: float | None = None, clip_high: float | None = None,
     dr_constant: float | None = None, overlong: tuple[int, int] | None = None, off_policy: OffPolicy | None = None,
     is_level: IsLevel | None = None, is_mode: IsMode | None = None, is_cap: float | None = None, kl: Kl = "none",
-    kl_coef: float | None = None, gate: dict[str, float] | None = None, **rest: Any,
+    kl_coef: float | None = None, gate: dict[str, float] | None = None,
+    schedule: ScheduleName = "constant", warmup: int = 0, total: int | None = None, **rest: Any,
 ) -> Settings:  # fmt: skip
     """Settings from what was given, None where nothing was; `rest` as in Settings. Raises SettingsError."""
     facts, expert = LOSSES[loss], loss == "sft"
@@ -82,6 +87,10 @@ def resolve(
         _refuse({"--kl-coef": kl_coef}, "--kl is none")
     if overlong and not 0 < overlong[1] <= overlong[0]:
         raise SettingsError(f"--overlong {overlong[0]},{overlong[1]}: needs MAX,CACHE with 0 < CACHE <= MAX")
+    if schedule == "constant":
+        _refuse({"--total": total}, "a constant learning rate has no end")
+    elif total is None or total <= warmup:
+        raise SettingsError(f"--schedule {schedule} ends after --total STEPS: give more than --warmup {warmup}")
     weighed_step = not expert and off_policy != "bypass"
     return Settings(
         loss=loss,
@@ -97,6 +106,9 @@ def resolve(
         kl=kl,
         kl_coef=None if kl == "none" else KL_COEF if kl_coef is None else kl_coef,
         gate={} if expert else gate or {},
+        schedule=schedule,
+        warmup=warmup,
+        total=total,
         **rest,
     )
 

@@ -55,6 +55,7 @@ class Trainer:
         earlier minibatch moved them.
         """
         settings = self.settings
+        self.replayed, self.routed = 0, 0
         self._check_routing(batch)
         if settings.kl == "k1-reward":
             assert settings.kl_coef is not None

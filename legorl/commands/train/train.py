@@ -140,6 +140,7 @@ def _step(
     started = time.monotonic()
     checkpoint, tell = policy.checkpoint, policy.tell
     trainer = policy.trainer(settings)
+    policy.schedule.check()
     loaded = time.monotonic()
     read = 0
     step = progress(trainer.planned(batch))
@@ -165,11 +166,13 @@ def _step(
         require(batch)
     seconds = time.monotonic() - loaded
     figures |= batch_figures(batch)
-    numbers = ("lr", "is_cap", "clip_low", "clip_high", "kl_coef", "dr_constant")
+    numbers = ("is_cap", "clip_low", "clip_high", "kl_coef", "dr_constant")
     figures |= {name: float(value) for name in numbers if (value := getattr(settings, name)) is not None}
     figures |= {"time/load_s": loaded - started, "time/step_s": seconds, "time/read_tokens_per_s": read / seconds}
     figures["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    moved = "loss" in figures
+    if moved := "loss" in figures:
+        figures["lr"] = policy.schedule.rate
+        policy.schedule.advance()
     version = checkpoint.version + 1
     run = batch.rows[0]["run"]
 
@@ -186,13 +189,13 @@ def _step(
         trainer.model.save_pretrained(folder, state_dict=weights)
 
     record = save.write_checkpoint(
-        out, stage, checkpoint, write if moved else None, state, tables,
+        out, stage, checkpoint, write if moved else None, state, policy.schedule.state(), tables,
         {"run": run, "moved": moved, "tokens": batch.counts(), "configuration": configuration,
          "figures": {name: value for name, value in figures.items() if "=" not in name}},
     )  # fmt: skip
     for removed in save.prune(out, keep):
         tell(f"{removed}: removed, it was older than --keep {keep} checkpoints")
-    policy.moved_to(out)
+    policy.moved_to(out, record["digest"])
     return record
 
 
