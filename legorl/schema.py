@@ -9,7 +9,8 @@ Token columns: ids are int32, log-probabilities float32, times float32 seconds, 
 import pyarrow as pa
 
 TRAJECTORY_FORMAT = "trajectory/1"
-UPDATE_FORMAT = "update/1"
+UPDATE_FORMAT = "update/2"
+UPDATE_1_FORMAT = "update/1"  # without `flipped`; still read
 METRIC_FORMAT = "metric/1"
 
 STAMP = pa.timestamp("us", tz="UTC")
@@ -156,10 +157,16 @@ UPDATE = pa.schema(
         ("advantage", pa.float32()),
         ("clipped", pa.bool_()),
         ("lag", pa.int32()),
+        ("flipped", pa.bool_()),  # sparse MoE: a route on its path is not the trainer's own; null if none is recorded
         ("reason", pa.string()),  # legorl.outcomes: `trained` or why not
     ]
 )
 
 METRIC = pa.schema([("run", pa.string()), ("step", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
 
-SCHEMAS = {TRAJECTORY_FORMAT: TRAJECTORY, UPDATE_FORMAT: UPDATE, METRIC_FORMAT: METRIC}
+SCHEMAS = {
+    TRAJECTORY_FORMAT: TRAJECTORY,
+    UPDATE_FORMAT: UPDATE,
+    UPDATE_1_FORMAT: pa.schema([field for field in UPDATE if field.name != "flipped"]),
+    METRIC_FORMAT: METRIC,
+}

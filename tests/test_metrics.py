@@ -110,8 +110,8 @@ def test_a_figure_that_cannot_be_computed_is_absent_not_zero():
 def test_align_slices():
     rows = [
         token(-1.0, -1.1, turn=0, lag=0, position=0),
-        token(-1.0, -1.2, turn=0, lag=1, position=15),
-        token(-1.0, -1.4, turn=2, lag=0, position=300),
+        token(-1.0, -1.2, turn=0, lag=1, position=15, flipped=False),
+        token(-1.0, -1.4, turn=2, lag=0, position=300, flipped=True),
         token(-1.0, -1.3, turn=3, lag=0, position=0),
         token(-1.0, -1.1, turn=3, lag=0, position=1),
     ]
@@ -140,13 +140,16 @@ def test_align_slices():
         "align/cause=root/tokens": 2,
         "align/harness=pi/tokens": 5,
         "align/first=after_tool/tokens": 1,
+        "align/flipped=false/tokens": 1,
+        "align/flipped=true/tokens": 1,
     }
+    assert figures["align/flipped=true/logprob_abs_diff_p99"] == pytest.approx(0.4)
     assert figures["align/first=after_tool/logprob_abs_diff_max"] == pytest.approx(0.3)
     assert figures["align/cause=rewrite/logprob_abs_diff_max"] == pytest.approx(0.4)
     names = [name for name in counts if "=" in name]
     assert [n.split("/")[1].split("=")[0] for n in names] == sorted(
         (n.split("/")[1].split("=")[0] for n in names),
-        key=["lag", "turn", "position", "cause", "harness", "first"].index,
+        key=["lag", "turn", "position", "cause", "harness", "first", "flipped"].index,
     )
 
 

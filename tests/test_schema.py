@@ -10,6 +10,7 @@ from legorl import schema
 FROZEN = {
     "trajectory/1": "2653cdff2ca012af",
     "update/1": "255970e1af726c69",
+    "update/2": "5fbdddfbdc631198",
     "metric/1": "c4668b844c249111",
 }
 

@@ -88,7 +88,7 @@ def missing(path):
         (empty_file, "not a whole Parquet file"),
         (foreign, "not one of legorl's"),
         (other_version, "'trajectory/99'"),
-        (other_kind, "'update/1'"),
+        (other_kind, "'update/2'"),
         (other_columns, "columns attempt_id, group_id"),
         (missing, "no such file"),
     ],

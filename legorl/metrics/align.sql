@@ -5,10 +5,11 @@
 -- k1, k2 and k3 are Schulman's estimators; ess and chi2 are those of the importance weights r. In r, d is held within
 -- +-20 so that one broken token cannot turn every sum into infinity; logprob_abs_diff_max shows it as it is.
 -- Every token with both numbers counts, whatever was masked later, or a mask would hide the mismatch it was made for.
+-- A token is flipped if a sparse model's experts on its path are others than the trainer chooses by itself.
 -- Only `support` is left out: there the two numbers belong to different distributions by design.
 with measured as (
     select
-        u.lag, u.turn, u.position, t.cause, t.harness,
+        u.lag, u.turn, u.position, u.flipped, t.cause, t.harness,
         case
             when u.position < 1 then '0'
             when u.position < 16 then '1-15'
@@ -35,6 +36,7 @@ select
         when grouping(cause) = 0 then 'cause=' || cause
         when grouping(harness) = 0 then 'harness=' || harness
         when grouping(follows) = 0 then case when follows then 'first=after_tool' end
+        when grouping(flipped) = 0 then 'flipped=' || flipped
         else 'all'
     end as slice,
     count(*) as tokens,
@@ -52,7 +54,7 @@ select
     avg((r < 0.5 or r > 2)::integer) filter (finite) as ratio_outside,
     avg(r * r) filter (finite) - 1 as chi2
 from compared
-group by grouping sets ((), (lag), (turn), (place), (cause), (harness), (follows))
+group by grouping sets ((), (lag), (turn), (place), (cause), (harness), (follows), (flipped))
 having slice is not null
 order by
-    slice <> 'all', grouping(lag, turn, place, cause, harness, follows), min(lag), min(turn), min(position), slice;
+    slice <> 'all', grouping(lag, turn, place, cause, harness, follows, flipped), min(lag), min(turn), min(position), slice;

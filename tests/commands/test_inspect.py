@@ -365,12 +365,17 @@ def test_summary_fails_the_check_when_tokens_do_not_add_up(tmp_path, fault):
 
 def test_an_attempt_trained_twice_is_told_by_its_latest_step(tmp_path):
     rows = group([1.0, 0.0])
-    for step, reason in ((1, "stale"), (2, "trained")):
-        told = [one for row in rows for one in update_rows(row, step=step, reason=reason)]
-        shard(tmp_path / f"u{step}.parquet", told, kind=schema.UPDATE_FORMAT)
+    # The older file is of a format without the column `flipped`.
+    for step, reason, kind in ((1, "stale", schema.UPDATE_1_FORMAT), (2, "trained", schema.UPDATE_FORMAT)):
+        told = [one for row in rows for one in update_rows(row, step=step, reason=reason, flipped=True)]
+        shard(tmp_path / f"u{step}.parquet", told, kind=kind)
     shard(tmp_path / "a.parquet", rows)
     [one] = objects("summary", "--json", tmp_path)
     assert (one["sampled_tokens"], one["trained_tokens"], one["dropped_tokens"]) == (8, 8, {})
+    counts = objects(
+        "sql", "--json", "select step, flipped, count(*) as n from updates group by all order by 1", tmp_path
+    )
+    assert counts == [{"step": 1, "flipped": None, "n": 8}, {"step": 2, "flipped": True, "n": 8}]
 
 
 def test_marked_spans_are_dropped_before_any_training(tmp_path):

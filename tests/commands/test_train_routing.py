@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from commands.test_verify_routing import sparse_world
 from commands.train_rows import tiny_llama
-from moe import KINDS
+from moe import KINDS, native_experts
 
-from legorl import routing, tree
+from legorl import metrics, routing, tree
 from legorl.commands.train.batch import make_batch
 from legorl.commands.train.rows import BatchError, CheckError
 from legorl.commands.train.settings import resolve
 from legorl.commands.train.train import facts_of
+from legorl.commands.train.updates import updates_table
 from legorl.routing import Shape
 
 SHAPE = [(-1, None, 6, 4), (0, None, 3, 5), (0, 8, 4, 3)]
@@ -154,3 +155,66 @@ def test_a_record_that_does_not_fit_its_turn_is_named(world):
     record["data"] = record["data"][: -2 * layers_of(world)]
     with pytest.raises(BatchError, match=r"\.1: turn 1: \d+ routing rows for \d+ input positions"):
         make_batch(rows, facts_of(world.checkpoint), max_lag=0, loss="grpo")
+
+
+# -- flipped routes ----------------------------------------------------------------------------------------------------
+
+
+def as_chosen(world, change=None, missing=()):
+    """A row of a branched tree, SHAPE, with the experts that transformers itself chooses.
+
+    `change`: (turn, position of its path) of one row in which the last layer has another expert. `missing`: as there.
+    """
+    world.rng = np.random.default_rng(0)
+    row = world.row("task-a", 0, 1.0, SHAPE)
+    nodes = tree.nodes_of(row["turns"])
+    for node, turn in zip(nodes, row["turns"], strict=True):
+        experts = native_experts(world.model, tree.path_ids(nodes, node.index)).copy()
+        if change and change[0] == node.index:
+            free = set(range(8)) - set(experts[change[1], -1].tolist())
+            experts[change[1], -1, 0] = min(free)
+        span = routing.positions(node.prefix_len, node.prompt_len, len(node.completion_ids))
+        pieces = [(k, experts[k : k + 1]) for k in span if k not in missing]
+        turn["routing"] = routing.pack(Shape(layers_of(world), 2, 8), span, pieces)
+    return row
+
+
+@pytest.mark.parametrize("packing", ["trees", "rows"])
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_token_is_flipped_from_the_row_on_that_the_trainer_would_not_choose(world, packing, replay):
+    """SHAPE: turn 0 has positions 6 to 9 of every path, turn 1 13 to 17 of the first, turn 2 12 to 14 of the second,
+    which shares 8 tokens with it. A token is predicted one position before it stands."""
+    wanted = {
+        None: "0000 00000 000",
+        (0, 3): "1111 11111 111",
+        (0, 6): "0111 11111 111",
+        (0, 7): "0011 11111 000",  # turn 2 has a record of its own of the last token that it shares
+        (0, 8): "0001 11111 000",
+        (1, 11): "0000 11111 000",
+        (1, 14): "0000 00111 000",
+        (2, 11): "0000 00000 111",
+        (2, 13): "0000 00000 001",
+    }
+    ours = trainer(world, packing=packing, replay=replay)
+    for change, flips in wanted.items():
+        batch = make_batch([as_chosen(world, change)], facts_of(world.checkpoint), max_lag=0, loss="reinforce")
+        ours.compared = ours.flipped = 0
+        ours.score(batch, batch.samples)
+        assert batch.tokens.flipped.tolist() == [int(flip) for flip in flips.replace(" ", "")], change
+        assert (ours.flipped > 0) == (change is not None) and ours.compared > 20
+
+
+def test_rows_that_were_not_recorded_flip_nothing(world):
+    def flips(row):
+        batch = make_batch([row], facts_of(world.checkpoint), max_lag=0, loss="reinforce")
+        trainer(world).run(batch, lambda: None)
+        told = updates_table(batch, 1, "in", "out").column("flipped").to_pylist()
+        return told, dict(metrics.run("align", updates=updates_table(batch, 1, "in", "out")))
+
+    told, figures = flips(as_chosen(world, (0, 7), missing=(7,)))
+    assert told == [False] * 12 and "align/flipped=true/tokens" not in figures
+    told, figures = flips(as_chosen(world, (1, 14), missing=range(8)))
+    assert told == [None] * 3 + [False] * 3 + [True] * 3 + [False] * 3  # nothing is known of the first paths
+    assert (figures["align/flipped=true/tokens"], figures["align/flipped=false/tokens"]) == (3, 6)
+    told, figures = flips(as_chosen(world) | {"turns": world.turns(SHAPE)})
+    assert told == [None] * 12 and not any("flipped" in name for name in figures)

@@ -348,6 +348,6 @@ def test_nothing_to_verify(world, write, tmp_path):
     row = builders.trajectory(turns=[], outcome="engine_lost", budgets=None)
     done = inspect("verify", "--json", write(row))
     assert (done.returncode, read(done)[0]["all"]["tokens"]) == (0, 0)
-    builders.shard(tmp_path / "c" / "updates.parquet", [], kind="update/1")
+    builders.shard(tmp_path / "c" / "updates.parquet", [], kind="update/2")
     done = inspect("verify", tmp_path / "c")
     assert done.returncode == 1 and "no trajectory shard" in done.stderr

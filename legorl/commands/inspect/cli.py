@@ -224,7 +224,7 @@ def _metric_command(name: str, text: str) -> Callable:
 
 align_command = _metric_command(
     "align",
-    """Compare the trainer's log-probabilities with the sampler's: over all, by lag, turn, position, cause and harness.
+    """Compare the trainer's log-probabilities with the sampler's: by lag, turn, position, cause, harness, flipped.
 
     \b
     Examples:
@@ -234,7 +234,8 @@ align_command = _metric_command(
     Reads updates (of checkpoints); the slices by cause and harness need the trajectory shards as well. lego-train's
     gate runs the same query. pearson is of probabilities, |Δ log p| of old_logprob and sampler_logprob; k1 and k3
     estimate KL(sampler || trainer), k1_reverse and k3_reverse KL(trainer || sampler); ess is the share of effective
-    samples; ratio_outside the share of ratios outside 0.5 to 2.
+    samples; ratio_outside the share of ratios outside 0.5 to 2. flipped=true are tokens of a sparse model on whose path
+    the trainer by itself would choose other experts than those recorded.
     """,
 )
 behaviour_command = _metric_command(

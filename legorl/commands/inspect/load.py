@@ -40,6 +40,7 @@ def find(paths: Iterable[str | Path]) -> Files:
     lists = {
         schema.TRAJECTORY_FORMAT: files.trajectories,
         schema.UPDATE_FORMAT: files.updates,
+        schema.UPDATE_1_FORMAT: files.updates,
         schema.METRIC_FORMAT: files.metrics,
     }
     seen: set[Path] = set()
@@ -77,16 +78,20 @@ def _below(folder: Path) -> list[Path]:
 
 
 def rows(found: list[Shard]) -> Any:
-    """Return a pyarrow Dataset over all rows of the files, which share one format; None for no files."""
+    """Return a pyarrow Dataset over all rows of the files, all of one kind; None for no files.
+
+    A column that an older format lacks is null.
+    """
     from pyarrow import dataset
 
     if not found:
         return None
+    kind = found[0].meta["format"]
     checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
     return dataset.dataset(
         [str(shard.path) for shard in found],
         format=dataset.ParquetFileFormat(default_fragment_scan_options=checked),
-        schema=schema.SCHEMAS[found[0].meta["format"]],
+        schema=schema.UPDATE if kind == schema.UPDATE_1_FORMAT else schema.SCHEMAS[kind],
     )
 
 

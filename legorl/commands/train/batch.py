@@ -31,7 +31,7 @@ UNKNOWN_LAG = -1
 
 @dataclass
 class Tokens:
-    """One entry a sampled token. Not computed: NaN (float columns), -1 (clipped)."""
+    """One entry a sampled token. Not computed: NaN (float columns), -1 (clipped, flipped)."""
 
     attempt: np.ndarray  # int32, index into Batch.rows
     turn: np.ndarray  # int32
@@ -51,11 +51,12 @@ class Tokens:
     ratio: np.ndarray = field(init=False)  # float32, policy over old policy
     weight: np.ndarray = field(init=False)  # float32, importance weight, old policy over sampler
     clipped: np.ndarray = field(init=False)  # int8
+    flipped: np.ndarray = field(init=False)  # int8, the trainer routes its path otherwise than recorded
 
     def __post_init__(self) -> None:
         for name in ("advantage", "old", "ref", "train", "ratio", "weight"):
             setattr(self, name, np.full(len(self), np.nan, np.float32))
-        self.clipped = np.full(len(self), -1, np.int8)
+        self.clipped, self.flipped = np.full(len(self), -1, np.int8), np.full(len(self), -1, np.int8)
 
     def __len__(self) -> int:
         return len(self.token)

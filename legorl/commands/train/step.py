@@ -12,14 +12,15 @@ Weights and optimiser state are always float32: in bfloat16 a step of 1e-5 would
 of the forward pass (autocast).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from legorl.attention import enable, why_not
 from legorl.commands.train.batch import TRAINED, Batch
+from legorl.commands.train.flipped import watching
 from legorl.commands.train.objective import Objective, needs_old
 from legorl.commands.train.pack import Micro, Sample, forests, rows
 from legorl.commands.train.ranks import Ranks
@@ -44,8 +45,11 @@ class Trainer:
         self.pack = self._packing()
         self.routers = find_routers(self.model)
         self.scorer = self.ranks.spread(self.model)
-        self.replayed, self.routed = 0, 0  # input positions whose experts were replayed, and all of sparse models
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        # Input positions whose experts were replayed, all of sparse models, recorded ones, and those of them that the
+        # model routes otherwise by itself.
+        self.replayed, self.routed, self.compared, self.flipped = 0, 0, 0, 0
+        self.trained = [p for p in model.parameters() if p.requires_grad]  # all, or an adapter's (lora.py)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=settings.lr, weight_decay=settings.weight_decay)
 
     def run(self, batch: Batch, gate: Callable[[], object]) -> dict[str, float]:
         """Take one step on `batch`; return its figures. Without a trained token only the gate runs.
@@ -55,7 +59,7 @@ class Trainer:
         earlier minibatch moved them.
         """
         settings = self.settings
-        self.replayed, self.routed = 0, 0
+        self.replayed, self.routed, self.compared, self.flipped = 0, 0, 0, 0
         self._check_routing(batch)
         if settings.kl == "k1-reward":
             assert settings.kl_coef is not None
@@ -76,12 +80,14 @@ class Trainer:
             if number and settings.loss == "gspo":
                 current = np.full_like(current, np.nan)
                 self.score(batch, part, current)
-            losses.append(self._backward(batch, part, current))
+            losses.append(self.backward(batch, part, current))
             if number == 0:
                 gate()
             norms.append(self._move())
-        replayed, routed = self.ranks.total(self.replayed, self.routed)
-        figures = {"routing/replayed": replayed / routed} if routed else {}
+        counts = self.ranks.total(self.replayed, self.routed, self.compared, self.flipped)
+        figures = {"routing/replayed": counts[0] / counts[1]} if counts[1] else {}
+        if counts[2]:
+            figures["routing/flipped"] = counts[3] / counts[2]
         if not parts:
             return figures
         return figures | {
@@ -106,18 +112,29 @@ class Trainer:
                     f"{shape.experts}; give --model the model that sampled it"
                 )
 
-    def _replaying(self, micro: Micro) -> AbstractContextManager[None]:
-        """Within, recorded experts take the place of the model's choice; the backward pass belongs within, too."""
+    @contextmanager
+    def _replaying(self, micro: Micro, flipped: np.ndarray | None = None) -> Iterator[None]:
+        """Within, recorded experts take the place of the model's choice; the backward pass belongs within, too.
+
+        `flipped`, Tokens.flipped, gets the targets that have no value there yet.
+        """
         import torch
 
-        if self.routers is None:
-            return nullcontext()
-        self.routed += micro.tokens
-        if micro.experts is None or micro.valid is None or not self.settings.replay:
-            return nullcontext()
-        self.replayed += int(micro.valid.sum())
+        self.routed += micro.tokens if self.routers else 0
+        if self.routers is None or micro.experts is None or micro.valid is None:
+            yield
+            return
         experts, valid = (torch.as_tensor(a, device=self.ranks.device) for a in (micro.experts, micro.valid))
-        return self.routers.replaying(experts.long(), valid)
+        recorded = experts.long(), valid
+        with (
+            nullcontext() if flipped is None else watching(self.routers, micro, *recorded, flipped) as counts,
+            self.routers.replaying(*recorded) if self.settings.replay else nullcontext(),
+        ):
+            yield
+        self.replayed += int(micro.valid.sum()) if self.settings.replay else 0
+        if counts:
+            self.compared += counts.compared
+            self.flipped += counts.flipped
 
     def _packing(self) -> Callable[[Iterable[Sample], int], list[Micro]]:
         """How samples become micro-batches: as trees, unless that was not asked for or the model's layers cannot."""
@@ -147,14 +164,15 @@ class Trainer:
         import torch
 
         into = batch.tokens.old if into is None else into
+        flipped = batch.tokens.flipped if into is batch.tokens.old else None  # else other weights choose
         done = [np.empty(0, np.int64)]
         with torch.no_grad():
             for micro, _ in self.ranks.deal(self.pack(samples, self.settings.tokens_per_batch)):
-                with self._replaying(micro):
+                with self._replaying(micro, flipped):
                     logprobs, index = self._logprobs(batch, micro)
                 into[index] = logprobs.float().cpu().numpy()
                 done.append(index)
-        self.ranks.collect([into], np.concatenate(done))
+        self.ranks.collect([into] if flipped is None else [into, flipped], np.concatenate(done))
 
     def some(self, samples: list[Sample]) -> list[Sample]:
         """A random part of `samples` that reads at most `gate_tokens` tokens."""
@@ -170,13 +188,13 @@ class Trainer:
         parts = np.array_split(order, min(self.settings.minibatches, max(1, len(order))))
         return [[sample for attempt in part for sample in by_attempt[attempt]] for part in parts if len(part)]
 
-    def _backward(self, batch: Batch, samples: list[Sample], current: np.ndarray) -> float:
+    def backward(self, batch: Batch, samples: list[Sample], current: np.ndarray) -> float:
         """Add the gradient of one minibatch's loss, and let it write down what it did; return the loss."""
         entries = np.concatenate([sample.index for sample in samples])
         objective = Objective(self.settings, batch.tokens, entries, current)
         total, done = 0.0, [np.empty(0, np.int64)]
         for micro, ours in self.ranks.deal(self.pack(samples, self.settings.tokens_per_batch)):
-            with self._replaying(micro):
+            with self._replaying(micro, batch.tokens.flipped if ours else None):
                 theta, index = self._logprobs(batch, micro)
                 loss = objective(theta, index) if ours else 0.0 * theta.sum()
                 self.ranks.backward(loss)
@@ -185,7 +203,7 @@ class Trainer:
                 done.append(index)
         tokens, index = batch.tokens, np.concatenate(done)
         masked = (tokens.reason == "masked").astype(np.int8)
-        columns = (tokens.train, tokens.old, tokens.ratio, tokens.weight, tokens.clipped)
+        columns = (tokens.train, tokens.old, tokens.ratio, tokens.weight, tokens.clipped, tokens.flipped)
         self.ranks.collect([*columns, masked], index)
         tokens.reason[masked == 1] = "masked"
         return self.ranks.total(total)[0]
@@ -224,7 +242,7 @@ class Trainer:
 
     def _move(self) -> float:
         """One optimiser step; returns the gradient's norm before it was clipped."""
-        norm = self.ranks.clip(self.model.parameters(), self.settings.grad_clip)
+        norm = self.ranks.clip(self.trained, self.settings.grad_clip)
         if not np.isfinite(norm):
             raise BatchError("the gradient is not a finite number; no step was taken")
         self.optimizer.step()

@@ -39,6 +39,7 @@ def updates_table(batch: Batch, step: int, digest_in: str, digest_out: str | Non
         "advantage": floats(tokens.advantage),
         "clipped": pa.array(tokens.clipped == 1, pa.bool_(), mask=tokens.clipped < 0),
         "lag": pa.array(tokens.lag, mask=tokens.lag == UNKNOWN_LAG),
+        "flipped": pa.array(tokens.flipped == 1, pa.bool_(), mask=tokens.flipped < 0),
         "reason": pa.array(tokens.reason, pa.string()),
     }
     return pa.table(columns, schema=schema.UPDATE)
