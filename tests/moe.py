@@ -11,8 +11,11 @@ import numpy as np
 KINDS = ("qwen3_moe", "mixtral")
 
 
-def tiny_moe(kind: str, folder: Path, vocab_size: int = 300, seed: int = 0) -> Path:
-    """Write a model to `folder`: 3 layers, 2 of 8 experts; the middle layer of the Qwen3-MoE is dense."""
+def tiny_moe(kind: str, folder: Path, vocab_size: int = 300, seed: int = 0, **config: Any) -> Path:
+    """Write a model to `folder`: 3 layers, 2 of 8 experts; the middle layer of the Qwen3-MoE is dense.
+
+    `config`: other settings than these.
+    """
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -33,10 +36,10 @@ def tiny_moe(kind: str, folder: Path, vocab_size: int = 300, seed: int = 0) -> P
         "pad_token_id": 2,
     }
     if kind == "mixtral":
-        model: Any = MixtralForCausalLM(MixtralConfig(**common, num_local_experts=8))
+        model: Any = MixtralForCausalLM(MixtralConfig(**{**common, "num_local_experts": 8, **config}))
     else:
-        config = Qwen3MoeConfig(**common, num_experts=8, moe_intermediate_size=16, mlp_only_layers=[1])
-        model = Qwen3MoeForCausalLM(config)
+        sparse = {"num_experts": 8, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**common, **sparse, **config}))
     model.save_pretrained(folder)
     return folder
 

@@ -28,8 +28,8 @@ def folder(request, real_model, tmp_path_factory):
     return sparse_folder(request.param, real_model, tmp_path_factory.mktemp("models") / "m")
 
 
-def sparse_folder(kind, tokenizer, to, seed=0):
-    tiny_moe(kind, to, vocab_size=49152, seed=seed)
+def sparse_folder(kind, tokenizer, to, seed=0, **config):
+    tiny_moe(kind, to, vocab_size=49152, seed=seed, **config)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).exists():
             shutil.copyfile(tokenizer / name, to / name)
