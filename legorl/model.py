@@ -1,20 +1,19 @@
-"""A Hugging Face folder as a policy: load it, and get the log-probabilities of given targets in chunks.
+"""A Hugging Face folder as a policy: load it, and get the log-probabilities of given targets.
 
     model = load_model(folder, "fp32")
     logprobs = target_logprobs(model, input_ids, rows, positions, targets, temperatures)
 
-`target_logprobs` runs the body once and the head only where a target is, a chunk of targets at a time; each chunk's
-logits are computed again in the backward pass. So the logits of a batch never exist, forwards or backwards, and memory
-does not grow with the vocabulary times the batch. Weights are read from safetensors only and no code from the folder
-is ever run.
+`target_logprobs` runs the body once and the head only where a target is, a chunk of targets at a time (legorl.head).
+So the logits of a batch never exist, forwards or backwards, and memory does not grow with the vocabulary times the
+batch. Weights are read from safetensors only and no code from the folder is ever run.
 
     routers = find_routers(model)                               # None for a dense model
     with routers.watched(see): model(input_ids)                 # see(layer, logits, experts) in each sparse layer
 
     with routers.replaying(experts, valid): model(input_ids)    # recorded experts in place of its own choice
 
-The experts that a mixture-of-experts model chooses are seen, and replaced by recorded
-ones, by hooks on its own routers.
+The experts that a mixture-of-experts model chooses are seen, and replaced by recorded ones, by hooks on its own
+routers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +26,6 @@ from legorl.attention import Forest
 from legorl.checkpoint import ModelError
 from legorl.routing import Shape
 
-# Logits that exist at a time: 16 million, 64 MiB in float32, whatever the vocabulary.
-CHUNK_LOGITS = 1 << 24
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 # What configurations call the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -89,27 +86,11 @@ def target_logprobs(
     them, because the recorded log-probabilities are those of the distribution after temperature. `forest`: the one row
     of `input_ids` is this forest; the model must have been enabled for it (legorl.attention).
     """
+    from legorl.head import head_logprobs
+
     how = {} if forest is None else {"position_ids": forest.positions(input_ids.device), "forest": forest}
     hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **how).last_hidden_state[rows, positions]
     return head_logprobs(model.get_output_embeddings(), hidden, targets, temperatures)
-
-
-def head_logprobs(head: Any, hidden: Any, targets: Any, temperatures: Any, chunk_logits: int = CHUNK_LOGITS) -> Any:
-    """log softmax(head(hidden) / temperature) at `targets`: hidden [N, H] -> [N]; `chunk_logits` logits at a time."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    def chunk(hidden: Any, targets: Any, temperatures: Any) -> Any:
-        logits = head(hidden)
-        logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperatures[:, None]
-        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
-
-    size = max(1, chunk_logits // head.weight.shape[0])
-    parts = [
-        checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(hidden.split(size), targets.split(size), temperatures.split(size), strict=True)
-    ]
-    return torch.cat(parts)
 
 
 @dataclass(frozen=True)

@@ -56,26 +56,6 @@ def test_padded_rows_give_the_logprobs_and_gradients_of_single_sequences(model):
     model.zero_grad()
 
 
-def test_no_more_logits_than_a_chunk_ever_exist(model):
-    import torch
-
-    from legorl.model import head_logprobs
-
-    sizes = []
-    head = model.get_output_embeddings()
-    handle = head.register_forward_hook(lambda _module, _inputs, output: sizes.append(output.numel()))
-    hidden = torch.randn(50, 32, dtype=torch.float64, requires_grad=True)
-    targets = torch.arange(50)
-    small = head_logprobs(head, hidden, targets, torch.ones(50), chunk_logits=1000)
-    small.sum().backward()
-    gradient, hidden.grad = hidden.grad, None
-    assert max(sizes) <= 1000 and sum(sizes) == 2 * 50 * 300  # forwards, and once more backwards
-    handle.remove()
-    whole = head_logprobs(head, hidden, targets, torch.ones(50))
-    whole.sum().backward()
-    assert torch.allclose(small, whole) and torch.allclose(gradient, hidden.grad)
-
-
 def test_dtypes_by_name(folder):
     import torch
 
