@@ -25,10 +25,10 @@ def dense(folder: Path) -> World:
     return World(tiny_llama(folder))
 
 
-def sparse(folder: Path) -> World:
+def sparse(folder: Path, kind: str = "qwen3_moe") -> World:
     from transformers import AutoModelForCausalLM
 
-    world = World(tiny_moe("qwen3_moe", folder))
+    world = World(tiny_moe(kind, folder))
     world.model = AutoModelForCausalLM.from_pretrained(folder).eval()  # its experts cannot run in float64
     return world
 

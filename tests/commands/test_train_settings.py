@@ -35,6 +35,8 @@ def test_what_has_no_part_in_the_step_is_not_recorded():
         ({"loss": "sft", "kl": "k3"}, "--kl: sft's tokens"),
         ({"dr_constant": 5.0}, "--dr-constant: grpo divides by no constant"),
         ({"kl_coef": 0.1}, "--kl-coef: --kl is none"),
+        ({"lora_alpha": 8.0}, "--lora-alpha: there is no adapter without --lora RANK"),
+        ({"lora": 4, "lora_targets": " ,"}, "--lora-targets: names no layer"),
         ({"overlong": (10, 0)}, "0 < CACHE <= MAX"),
         ({"overlong": (10, 11)}, "0 < CACHE <= MAX"),
     ],

@@ -139,6 +139,23 @@ def _pair(text: str | None) -> tuple[int, int] | None:
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="Of the forward pass; weights stay fp32."
 )
 @memory_option("--gradient-checkpointing", is_flag=True, help="Recompute activations: a third slower, less memory.")
+@memory_option(
+    "--lora",
+    type=click.IntRange(0),
+    default=0,
+    metavar="RANK",
+    help="Train an adapter of this rank beside the weights, and merge it in the checkpoint. 0: train the weights.",
+)
+@memory_option(
+    "--lora-alpha",
+    type=click.FloatRange(0, min_open=True),
+    help="Its product is multiplied by this / RANK.  [default: 2 RANK]",
+)
+@memory_option(
+    "--lora-targets",
+    metavar="NAMES",
+    help="Layers that have one, as in q_proj,v_proj; a wrong name shows all.  [default: all-linear, without the head]",
+)
 @option(
     "--follow",
     is_flag=True,
@@ -169,6 +186,7 @@ def main(
       lego-grade ... | lego-train --follow --model SmolLM2-135M-Instruct --out runs/a --serve $LEGORL_SERVE
       lego-train graded --model step-1 --out step-2 --loss dapo --lr 2e-6 --minibatches 2
       lego-train expert --model SmolLM2-135M-Instruct --out warm --loss sft
+      lego-train graded --model step-1 --out step-2 --lora 16 --lr 1e-4
       lego-train graded --model step-1 --out step-2 --kl k3 --kl-coef 0.001 --kl-ref SmolLM2-135M-Instruct
 
     A PATH is a shard or a folder of shards; none, or -, reads them from stdin. Before any weight moves, the trainer's

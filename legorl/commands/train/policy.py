@@ -17,13 +17,18 @@ from legorl.commands.train.schedule import Schedule
 from legorl.commands.train.settings import Settings
 
 if TYPE_CHECKING:
+    from legorl.commands.train.lora import Adapter
     from legorl.commands.train.step import Trainer
 
 
 class Policy:
-    """Stands at `checkpoint`; `tell` gets words for the user. `schedule` is there once `trainer` was called."""
+    """Stands at `checkpoint`; `tell` gets words for the user. `schedule` is there once `trainer` was called.
+
+    `adapter`: the one that is trained in place of the weights, None without --lora.
+    """
 
     schedule: Schedule
+    adapter: "Adapter | None" = None
 
     def __init__(self, checkpoint: Checkpoint, tell: Callable[[str], object] = lambda words: None):
         self.checkpoint = checkpoint
@@ -36,20 +41,25 @@ class Policy:
         Of these, those that a batch decides (dr_grpo's constant) may change from call to call. Raises ModelError.
         """
         if self._trainer is None:
+            from legorl.commands.train.lora import load_policy, same_kind
             from legorl.commands.train.step import Trainer
-            from legorl.model import load_model
 
-            trainer = Trainer(settings, load_model(self.checkpoint.folder, "fp32"))
-            restored = save.load_optimizer(self.checkpoint, trainer.model, trainer.optimizer)
-            if self.checkpoint.version and not restored:
+            goes_on = same_kind(self.checkpoint, settings)
+            model, self.adapter = load_policy(self.checkpoint, settings, self.tell)
+            trainer = Trainer(settings, model)
+            if self.adapter and settings.dtype == "bf16":
+                self.adapter.halve()  # only now: a trainer tries its model out in float32
+            restored = goes_on and save.load_optimizer(self.checkpoint, trainer.model, trainer.optimizer)
+            if goes_on and self.checkpoint.version and not restored:
                 self.tell(f"{self.checkpoint.path}: no optimizer state there; AdamW starts afresh")
-            self._trainer, self.schedule = trainer, self._schedule(settings, trainer.optimizer)
+            self._trainer = trainer
+            self.schedule = self._schedule(settings, trainer.optimizer, goes_on)
         self._trainer.settings = settings
         return self._trainer
 
-    def _schedule(self, settings: Settings, optimizer: Any) -> Schedule:
-        """The checkpoint's schedule, gone on with; one of another name begins at its first step."""
-        state = save.load_schedule(self.checkpoint)
+    def _schedule(self, settings: Settings, optimizer: Any, goes_on: bool) -> Schedule:
+        """The checkpoint's schedule, gone on with; one of another name, or for other weights, begins at its start."""
+        state = save.load_schedule(self.checkpoint) if goes_on else {}
         if state.get("schedule") == settings.schedule:
             return Schedule(settings, optimizer, state["taken"])
         if state:

@@ -1,6 +1,7 @@
 """The checkpoint folder: written beside its place, made durable, and put there by one rename.
 
     model/             a plain Hugging Face folder: weights, configuration, the tokenizer's files as they came
+    adapter/           the LoRA adapter that is merged into those weights, where one is trained (lora.py)
     optimizer/         AdamW's state by parameter name, safetensors; schedule.json, the place in the schedule
     updates.parquet    what happened to every sampled token (schema.UPDATE)
     metrics.parquet    the step's figures (schema.METRIC)
@@ -24,6 +25,7 @@ from legorl.shards import OutDir, ShardError, make_meta, sync_folder, sync_tree,
 
 CHECKPOINT_FORMAT = "checkpoint/1"
 OPTIMIZER = "optimizer"
+ADAPTER = "adapter"
 STATE = "state.safetensors"
 SCHEDULE = "schedule.json"
 # Written anew by save_pretrained; everything else in the model folder is copied as it is.
@@ -53,11 +55,13 @@ def staging(out: Path) -> Iterator[OutDir]:
 def write_checkpoint(
     out: Path, stage: OutDir, parent: Checkpoint, save: Callable[[Path], object] | None, optimizer: dict[str, Any],
     schedule: dict[str, Any], tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
+    adapter: Callable[[Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the checkpoint and rename it to `out`; return its record.
 
     `save` writes weights and configuration into the folder it is given; None keeps the parent's files as they are, so
     that unchanged weights keep their digest. `tables` makes the updates and metrics once the new digest is known.
+    `adapter` makes the folder it is given and writes the adapter there; it returns what the record says of it.
     Raises ShardError where safetensors cannot write; whatever is raised, nothing of the checkpoint stays.
     """
     from safetensors import SafetensorError
@@ -65,7 +69,7 @@ def write_checkpoint(
     made = stage.path / "checkpoint"
     shutil.rmtree(made, ignore_errors=True)
     try:
-        whole = _fill(made, parent, save, optimizer, schedule, tables, record)
+        whole = _fill(made, parent, save, optimizer, schedule, tables, record, adapter)
     except SafetensorError as error:
         raise ShardError(f"{out}: its weights cannot be written ({error})") from error
     else:
@@ -77,6 +81,7 @@ def write_checkpoint(
 def _fill(
     made: Path, parent: Checkpoint, save: Callable[[Path], object] | None, optimizer: dict[str, Any],
     schedule: dict[str, Any], tables: Callable[[str], tuple[Any, list[dict[str, Any]]]], record: dict[str, Any],
+    adapter: Callable[[Path], dict[str, Any]] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write everything of a checkpoint into the folder `made` and make it durable; return its record."""
     model = made / "model"
@@ -93,6 +98,8 @@ def _fill(
         (made / OPTIMIZER).mkdir()
         save_file(optimizer, made / OPTIMIZER / STATE)
         (made / OPTIMIZER / SCHEDULE).write_text(json.dumps(schedule) + "\n")
+    if adapter:
+        record = {**record, "adapter": adapter(made / ADAPTER)}
     digest = Checkpoint(made, model, parent.version + 1).digest
     updates, metrics = tables(digest)
     meta = {"configuration": record["configuration"]}
@@ -142,6 +149,8 @@ def load_optimizer(checkpoint: Checkpoint, model: Any, optimizer: Any) -> bool:
 
     state = load_file(file)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         names = {key: f"{name}/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
         entries = {key: state.pop(full) for key, full in names.items() if full in state}
         averages = [entries[key] for key in ("exp_avg", "exp_avg_sq") if key in entries]
@@ -149,6 +158,8 @@ def load_optimizer(checkpoint: Checkpoint, model: Any, optimizer: Any) -> bool:
             raise ModelError(
                 f"{file}: does not fit parameter {name} of the model beside it; remove the folder to start afresh"
             )
+        if not all(average.isfinite().all() for average in averages):
+            raise ModelError(f"{file}: {name} holds what is not a finite number; remove the folder to start afresh")
         optimizer.state[parameter] = {k: v if k == "step" else like(v, parameter) for k, v in entries.items()}
     if state:
         raise ModelError(

@@ -11,6 +11,7 @@ from legorl.commands.train.loss import LOSSES, IsLevel, IsMode, Kl, LossName, Of
 
 IS_CAP = 2.0
 KL_COEF = 1e-3
+ALL_LINEAR = "all-linear"
 
 Groups = Literal["valid", "whole"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -55,6 +56,9 @@ class Settings:
     grad_clip: float = 1.0
     weight_decay: float = 0.0
     gradient_checkpointing: bool = False
+    lora: int = 0  # rank of the adapter that is trained in place of the weights; 0: none
+    lora_alpha: float | None = None
+    lora_targets: str | None = None  # ALL_LINEAR, or last names of layers, sorted, with commas between
     seed: int = 0
 
     @property
@@ -69,8 +73,9 @@ def resolve(
     loss: LossName = "grpo", clip_low: float | None = None, clip_high: float | None = None,
     dr_constant: float | None = None, overlong: tuple[int, int] | None = None, off_policy: OffPolicy | None = None,
     is_level: IsLevel | None = None, is_mode: IsMode | None = None, is_cap: float | None = None, kl: Kl = "none",
-    kl_coef: float | None = None, gate: dict[str, float] | None = None,
-    schedule: ScheduleName = "constant", warmup: int = 0, total: int | None = None, **rest: Any,
+    kl_coef: float | None = None, gate: dict[str, float] | None = None, lora: int = 0, lora_alpha: float | None = None,
+    lora_targets: str | None = None, schedule: ScheduleName = "constant", warmup: int = 0, total: int | None = None,
+    **rest: Any,
 ) -> Settings:  # fmt: skip
     """Settings from what was given, None where nothing was; `rest` as in Settings. Raises SettingsError."""
     facts, expert = LOSSES[loss], loss == "sft"
@@ -85,6 +90,8 @@ def resolve(
         _refuse({"--dr-constant": dr_constant}, f"{loss} divides by no constant")
     if kl == "none":
         _refuse({"--kl-coef": kl_coef}, "--kl is none")
+    if not lora:
+        _refuse({"--lora-alpha": lora_alpha, "--lora-targets": lora_targets}, "there is no adapter without --lora RANK")
     if overlong and not 0 < overlong[1] <= overlong[0]:
         raise SettingsError(f"--overlong {overlong[0]},{overlong[1]}: needs MAX,CACHE with 0 < CACHE <= MAX")
     if schedule == "constant":
@@ -106,11 +113,21 @@ def resolve(
         kl=kl,
         kl_coef=None if kl == "none" else KL_COEF if kl_coef is None else kl_coef,
         gate={} if expert else gate or {},
+        lora=lora,
+        lora_alpha=(2.0 * lora if lora_alpha is None else lora_alpha) if lora else None,
+        lora_targets=_names(ALL_LINEAR if lora_targets is None else lora_targets) if lora else None,
         schedule=schedule,
         warmup=warmup,
         total=total,
         **rest,
     )
+
+
+def _names(text: str) -> str:
+    names = sorted({name.strip() for name in text.split(",")} - {""})
+    if not names:
+        raise SettingsError("--lora-targets: names no layer; give some, as in q_proj,v_proj, or leave it out")
+    return ",".join(names)
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from legorl.checkpoint import Checkpoint, ModelError
-from legorl.commands.train import gate, save
+from legorl.commands.train import gate, lora, save
 from legorl.commands.train.batch import Batch, make_batch
 from legorl.commands.train.fit import ModelFacts
 from legorl.commands.train.policy import Policy
@@ -43,6 +43,7 @@ def configuration_of(
     return asdict(settings) | {
         "model_digest": checkpoint.digest,
         "model_version": checkpoint.version,
+        "adapter_digest": lora.adapter_digest(checkpoint) if settings.lora else None,
         "kl_ref_digest": reference.digest if reference else None,
         "inputs": digest_of(rows),
     }
@@ -169,6 +170,7 @@ def _step(
     numbers = ("is_cap", "clip_low", "clip_high", "kl_coef", "dr_constant")
     figures |= {name: float(value) for name in numbers if (value := getattr(settings, name)) is not None}
     figures |= {"time/load_s": loaded - started, "time/step_s": seconds, "time/read_tokens_per_s": read / seconds}
+    figures["trained_parameters"] = sum(parameter.numel() for parameter in trainer.trained)
     figures["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if moved := "loss" in figures:
         figures["lr"] = policy.schedule.rate
@@ -180,7 +182,11 @@ def _step(
         metrics = [{"run": run, "step": version, "name": name, "value": value} for name, value in figures.items()]
         return updates_table(batch, version, checkpoint.digest, digest), metrics
 
-    weights = save.weights_of(trainer.model) if moved else {}
+    adapter = policy.adapter
+    weights: dict[str, Any] = {}
+    if moved:
+        weights = adapter.merged() if adapter else save.weights_of(trainer.model)
+    matrices = adapter.state() if adapter else {}
     state = save.optimizer_state(trainer.model, trainer.optimizer)
     if stage is None:
         return {}
@@ -192,6 +198,7 @@ def _step(
         out, stage, checkpoint, write if moved else None, state, policy.schedule.state(), tables,
         {"run": run, "moved": moved, "tokens": batch.counts(), "configuration": configuration,
          "figures": {name: value for name, value in figures.items() if "=" not in name}},
+        (lambda folder: adapter.write(folder, matrices)) if adapter else None,
     )  # fmt: skip
     for removed in save.prune(out, keep):
         tell(f"{removed}: removed, it was older than --keep {keep} checkpoints")
