@@ -11,6 +11,7 @@ from pathlib import Path
 import builders
 import pyarrow.parquet as pq
 import pytest
+from commands.test_train_ranks import differences, launched
 from commands.test_verify_routing import routed
 from commands.train_rows import World, tiny_llama, train_in_process
 from moe import tiny_moe
@@ -259,3 +260,23 @@ def test_one_writer_and_room_for_others(world, tmp_path, cli):
     with OutDir(tmp_path / "run", {}):
         code, _, err = cli("--follow", *paths, "--model", world.checkpoint.path, "--out", tmp_path / "run")
     assert code == 1 and f"process {os.getpid()} is writing here" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_the_first_of_two_processes_reads_stdin_for_both(sharded, world, tmp_path, cli):
+    paths = [path for step in (1, 2) for path in round_of(world, tmp_path, step)]
+    options = ("--model", world.checkpoint.path, "--lr", "1e-3", "--gate", "none", "--tokens-per-batch", 12)
+    lines = "".join(f"{path}\n" for path in paths)
+    done = launched(2, sharded, "--follow", *options, "--out", tmp_path / "two", lines=lines)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(place(tmp_path / "two", step)) for step in (1, 2)]
+    assert done.stderr.count("tokens = ") == 2
+    code, _, err = cli("--follow", *paths, *options, "--out", tmp_path / "one")
+    assert code == 0, err
+    for step in (1, 2):
+        assert differences(place(tmp_path / "one", step), place(tmp_path / "two", step)) < 2e-4
+    cut = launched(2, sharded, "--follow", *options, "--out", tmp_path / "two", lines=f"{lines}{paths[0]}\n")
+    assert cut.returncode == 0 and cut.stderr.count("has had its step") == 1
+    none = launched(2, sharded, "--follow", *options, "--out", tmp_path / "three")
+    assert none.returncode == 1 and "no shard came in" in none.stderr and none.stdout == ""

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 BIN = Path(__file__).parents[2] / "bin" / "lego-train"
 SHAPE = [(-1, None, 6, 4), (0, None, 3, 5), (0, 8, 4, 3)]
-COLUMNS = ("train_logprob", "old_logprob", "ratio", "weight", "clipped")
+COLUMNS = ("train_logprob", "old_logprob", "ratio", "weight", "clipped", "flipped")
 
 
 def dense(folder: Path) -> World:
@@ -39,8 +39,8 @@ def cli(capsys, monkeypatch):
         yield run
 
 
-def launched(count: int, sharded: bool, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run lego-train in `count` processes of torchrun, on the CPU."""
+def launched(count: int, sharded: bool, *args: object, lines: str = "") -> subprocess.CompletedProcess[str]:
+    """Run lego-train in `count` processes of torchrun, on the CPU, with `lines` on its stdin."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,7 +48,7 @@ def launched(count: int, sharded: bool, *args: object) -> subprocess.CompletedPr
     env |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_addr", "127.0.0.1"]
     argv += ["--master_port", str(port), "-m", "legorl.commands.train.cli", *map(str, args)]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(argv, env=env, input=lines, capture_output=True, text=True, timeout=300)
 
 
 def shard(world: World, folder: Path) -> Path:
@@ -109,7 +109,8 @@ def test_two_processes_take_the_steps_of_one(make, sharded, steps, tmp_path, cli
         figures = [record["figures"] for record in records]
         for name in ("loss", "grad_norm"):
             assert figures[0][name] == pytest.approx(figures[1][name], rel=1e-4, abs=1e-6)
-        assert figures[0].get("routing/replayed") == figures[1].get("routing/replayed")
+        for name in ("routing/replayed", "routing/flipped"):
+            assert figures[0].get(name) == figures[1].get(name)
         assert records[1]["configuration"]["model_version"] == step
         updates = [pq.read_table(folder / "updates.parquet").to_pylist() for folder in made]
         for ours, theirs in zip(*updates, strict=True):

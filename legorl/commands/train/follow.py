@@ -134,13 +134,12 @@ def _take(names: list[str], policy: Policy, folder: Path, step: Step) -> tuple[P
     rows = read_rows(open_shards(names), Tally())
     try:
         return out, step(rows, out)
-    except ShardError as error:
-        if not (out / RECORD).is_file():
-            raise
-        raise ShardError(f"{error}; to add steps to those there, give --model {newest_in(folder)}") from error
-    finally:
-        with contextlib.suppress(OSError):  # empty after a step that was not taken
+    except BaseException as error:
+        if isinstance(error, ShardError) and (out / RECORD).is_file():
+            raise ShardError(f"{error}; to add steps to those there, give --model {newest_in(folder)}") from error
+        with contextlib.suppress(OSError):  # what its writer made and left empty
             out.parent.rmdir()
+        raise
 
 
 def place(folder: Path, version: int) -> Path:
