@@ -2,7 +2,7 @@
 # then reads the tokens with the experts that were recorded, and with those that it would choose by itself.
 #
 #     make -f recipes/tiny-moe.mk                  # a table; exit code other than 0 if replay does less than it should
-#     make -f recipes/tiny-moe.mk RUN=runs/moe EPOCHS=24 SAMPLERS=float32
+#     make -f recipes/tiny-moe.mk RUN=runs/moe EPOCHS=12 SAMPLERS=float32
 #
 # An expert (a script with the known solutions) plays every task and is graded; EPOCHS steps of sft on that; then every
 # SAMPLER plays the same tasks. RUN holds a list a stage, as with every recipe: killed at any moment, make goes on where it
@@ -19,8 +19,8 @@ python := $(here)../.venv/bin/python
 
 RUN ?= runs/tiny-moe
 TASKS ?= shell --count 70 --level 0 --level 1 --split train --seed 0
-EPOCHS ?= 20
-SFT ?= --loss sft --lr 3e-3 --minibatches 23
+EPOCHS ?= 8
+SFT ?= --loss sft --lr 2e-3 --minibatches 23
 # Precisions of the sampler, and of the trainer.
 SAMPLERS ?= float32 bfloat16
 TRAINER ?= --dtype bf16

@@ -27,7 +27,8 @@ def model(folder: Path, tasks: list[Path]) -> None:
     """Make a Qwen3-MoE of 3.5 million random weights and a tokenizer trained on the tasks; print the folder.
 
     One expert of 16 a token in each of 4 layers: where two are all but tied, the choice changes the whole of what the
-    layer adds. Its weight is its share of the router's softmax, or no gradient would reach the router.
+    layer adds. Its weight is its share of the softmax, or no gradient would reach the router. Weights are drawn
+    wide enough for this width (0.02 is meant for one of thousands): a few minutes of training then suffice.
     """
     os.environ["TQDM_DISABLE"] = "1"
     import torch
@@ -47,7 +48,7 @@ def model(folder: Path, tasks: list[Path]) -> None:
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=1024,
         hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=16, num_experts_per_tok=1, norm_topk_prob=False, moe_intermediate_size=128,
+        num_experts=16, num_experts_per_tok=1, norm_topk_prob=False, moe_intermediate_size=128, initializer_range=0.08,
         bos_token_id=None, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     tokenizer.save_pretrained(folder)

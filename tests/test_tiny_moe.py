@@ -108,8 +108,8 @@ def test_the_plan_trains_samples_and_compares_in_this_order(tmp_path):
 @pytest.mark.podman
 @pytest.mark.timeout(1800)
 def test_replay_does_on_a_trained_model_what_it_should(tmp_path):
-    """The whole recipe with half of its tasks and one sampler."""
-    settings = ("TASKS=shell --count 35 --level 0 --split train --seed 0", "SAMPLERS=float32")
+    """The whole recipe with one of its samplers."""
+    settings = ("SAMPLERS=float32",)
     done = make(tmp_path / "run", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     again = make(tmp_path / "run", *settings)
