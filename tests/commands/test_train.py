@@ -91,21 +91,6 @@ def test_a_step_from_the_shell(world, tmp_path):
     )
 
 
-def test_new_weights_are_loaded_into_a_running_engine(tiny_model, tmp_path):
-    world = World(tiny_model)
-    digest = world.checkpoint.tokenizer_digest
-    path = shard_of(tmp_path / "a.parquet", world.group([1.0, 0.0]), tokenizer_digest=digest)
-    train = f"{BIN} {path} --model {tiny_model} --out {tmp_path / 'c'} --lr 1e-3 --serve $LEGORL_SERVE"
-    serve = BIN.with_name("lego-serve")
-    done = subprocess.run(
-        [serve, tiny_model, "--engine", "torch", "--", "sh", "-euc", train],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'c'}\n"
-    assert "serves version 1 now" in done.stderr  # as the server answered
-
-
 def test_rerunning_finds_the_step_taken_and_other_settings_are_refused(world, tmp_path, cli):
     path = shard_of(tmp_path / "a.parquet", world.group([1.0, 0.0]))
     arguments = (path, "--model", world.checkpoint.path, "--out", tmp_path / "c")
@@ -225,6 +210,7 @@ def test_the_optimizer_goes_on_where_it_was(world, tmp_path, cli):
     other = tiny_llama(tmp_path / "wide", hidden_size=64)
     shutil.rmtree(fresh / "model")
     shutil.copytree(other, fresh / "model")
+    (fresh / "legorl.json").write_text('{"version": 1}')
     shutil.copytree(tmp_path / "c1/optimizer", fresh / "optimizer")
     third = shard_of(tmp_path / "3.parquet", World(fresh).group([0.0, 1.0]))
     code, _, err = cli(third, "--model", fresh, "--out", tmp_path / "c4")
