@@ -2,7 +2,7 @@
 
 A later try of an attempt stands before an earlier one; of the same try, a graded row before an ungraded one, then the
 newest grade. Rows of the same try must hold the same tokens: grading never touches them, so a difference means that two
-rounds share a name, and no answer about them would be true.
+rounds share a name, and no answer about them would be true. Nor can two verdicts of one instant both be true.
 
     for shard, numbers in zip(shards, standing(shards)): shard.table().take(numbers)
 """
@@ -21,10 +21,12 @@ from legorl.shards import Shard, ShardError
 TOKEN_FIELDS = (
     "index", "parent", "prefix_len", "context_ids", "completion_ids", "logprobs", "temperature", "support", "versions",
 )  # fmt: skip
+# And what decides, beside them, which tokens are trained.
+_UNTOUCHED = (*TOKEN_FIELDS, "routing", "foreign", "drops")
 
 
 class ConflictError(ShardError):
-    """Two rows of the same try of one attempt hold different tokens."""
+    """Two rows of the same try of one attempt hold different tokens, or two verdicts of one instant differ."""
 
     code = CHECK
 
@@ -37,6 +39,7 @@ class _Claim:
     row: int
     tried: int
     graded_at: datetime | None
+    verdict: tuple[str | None, float | None]  # blame and reward
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -51,10 +54,12 @@ def standing(shards: Sequence[Shard]) -> list[list[int]]:
     """
     claims: dict[str, list[_Claim]] = {}
     for number, shard in enumerate(shards):
-        columns = shard.table(["attempt_id", "try", "graded_at"]).columns
-        for row, (attempt, tried, graded_at) in enumerate(zip(*(c.to_pylist() for c in columns), strict=True)):
-            claims.setdefault(attempt, []).append(_Claim(number, row, tried or 0, graded_at))
-    _check_tokens(shards, {attempt: rivals for attempt, rivals in claims.items() if len(rivals) > 1})
+        columns = shard.table(["attempt_id", "try", "graded_at", "blame", "reward"]).to_pydict().values()
+        for row, (attempt, tried, graded_at, *verdict) in enumerate(zip(*columns, strict=True)):
+            claims.setdefault(attempt, []).append(_Claim(number, row, tried or 0, graded_at, tuple(verdict)))
+    rivalries = {attempt: rivals for attempt, rivals in claims.items() if len(rivals) > 1}
+    _check_tokens(shards, rivalries)
+    _check_verdicts(shards, rivalries)
     kept: list[list[int]] = [[] for _ in shards]
     for rivals in claims.values():
         best = max(rivals, key=lambda claim: claim.rank)
@@ -81,13 +86,34 @@ def _check_tokens(shards: Sequence[Shard], claims: dict[str, list[_Claim]]) -> N
                 )
 
 
+def _check_verdicts(shards: Sequence[Shard], claims: dict[str, list[_Claim]]) -> None:
+    """Raise ConflictError if rows of one try that were graded at the same instant disagree."""
+    for attempt, rivals in claims.items():
+        first: dict[tuple[int, datetime], _Claim] = {}
+        for claim in rivals:
+            if claim.graded_at is None:
+                continue
+            other = first.setdefault((claim.tried, claim.graded_at), claim)
+            if other.verdict != claim.verdict:
+                told = [
+                    f"reward {one.verdict[1]} (blame {one.verdict[0]}) in {shards[one.shard].path}"
+                    for one in (other, claim)
+                ]
+                raise ConflictError(
+                    f"{attempt}: {told[0]}, but {told[1]}, both graded at {claim.graded_at}; one was changed "
+                    "afterwards, so give only the true one"
+                )
+
+
 def _token_digest(turns: Any) -> bytes:
-    """Digest of the TOKEN_FIELDS of one row's turns (a pyarrow StructArray, or None)."""
+    """Digest of the _UNTOUCHED fields of one row's turns (a pyarrow StructArray, or None)."""
     total = hashlib.sha256()
-    for name in TOKEN_FIELDS if turns is not None else ():
+    for name in _UNTOUCHED if turns is not None else ():
         for part in _flat(turns.field(name)):
             total.update(repr((len(part), str(part.dtype))).encode())
-            total.update(part.tobytes() if part.dtype != object else repr(part.tolist()).encode())
+            for piece in part if part.dtype == object else [part.tobytes()]:
+                piece = piece if isinstance(piece, bytes) else repr(piece).encode()
+                total.update(b"%d:" % len(piece) + piece)
     return total.digest()
 
 

@@ -143,9 +143,9 @@ def check(turns: Sequence[dict[str, Any]]) -> None:
         count = len(node.completion_ids)
         if len(turn["logprobs"]) != count:
             raise TreeError(f"{where}: {len(turn['logprobs'])} log-probabilities for {count} sampled tokens")
-        if sum(v["length"] for v in turn["versions"]) != count:
+        if sum(v["length"] for v in turn["versions"]) != count or any(v["length"] < 0 for v in turn["versions"]):
             raise TreeError(f"{where}: version spans do not cover its {count} sampled tokens")
-        if any(d["start"] < 0 or d["start"] + d["length"] > count for d in turn["drops"] or []):
+        if any(d["start"] < 0 or d["length"] < 0 or d["start"] + d["length"] > count for d in turn["drops"] or []):
             raise TreeError(f"{where}: a drop lies outside its {count} sampled tokens")
         if not np.all(np.isfinite(turn["logprobs"])) or any(p > 1e-4 for p in turn["logprobs"]):
             raise TreeError(f"{where}: a log-probability is not a finite number at most 0")

@@ -90,6 +90,8 @@ def trajectory(
 ) -> dict[str, Any]:
     """One row of schema.TRAJECTORY: `turns` defaults to two, one extending the other. A reward makes it graded."""
     group_id = f"{run}.{step}.{harness}.{task_id}"
+    turns = [turn(), turn(1, 0)] if turns is None else list(turns)
+    used = {"turns": len(turns), "tokens": sum(len(one["completion_ids"] or []) for one in turns), "seconds": 2}
     row = blank(schema.TRAJECTORY) | {
         "attempt_id": f"{group_id}.{attempt}",
         "group_id": group_id,
@@ -113,7 +115,7 @@ def trajectory(
         "blame": outcomes.blame_of(outcome),
         "detail": "",
         "exit_code": 0,
-        "budgets": {name: {"limit": 100.0, "used": 2.0} for name in ("turns", "tokens", "seconds")},
+        "budgets": {name: {"limit": 100.0, "used": float(value)} for name, value in used.items()},
         "history": [],
         "started_at": EPOCH,
         "wall_s": 3.0,
@@ -125,7 +127,7 @@ def trajectory(
         "patch": b"",
         "patch_files": [],
         "log_tail": "",
-        "turns": [turn(), turn(1, 0)] if turns is None else list(turns),
+        "turns": turns,
     }
     if reward is not None:
         row |= {

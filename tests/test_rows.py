@@ -45,6 +45,9 @@ CHANGES = {
     "temperature": 0.5,
     "support": "top_p",
     "versions": [{"start": 0, "length": 2, "version": 1}],
+    "drops": [{"start": 0, "length": 1, "reason": "cut"}],
+    "foreign": True,
+    "routing": {"data": b"\1", "dtype": "uint8", "rows": 1, "layers": 1, "topk": 1, "valid": b"\1"},
 }
 
 
@@ -68,6 +71,17 @@ def test_a_turn_more_is_a_conflict_and_what_grading_writes_is_none(tmp_path):
         standing(tmp_path, [row], [trajectory(turns=[turn(), turn(1, 0)])])
     with pytest.raises(rows.ConflictError):
         standing(tmp_path, [row], [trajectory(turns=[])])
+
+
+def test_two_verdicts_of_one_instant_are_a_conflict(tmp_path):
+    row = trajectory(reward=0.0)
+    assert standing(tmp_path, [row], [row]) == [[0], []]
+    words = r"reward 0\.0 \(blame model\) in .*0\.parquet, but reward 1\.0"
+    with pytest.raises(rows.ConflictError, match=words) as got:
+        standing(tmp_path, [row], [row | {"reward": 1.0}])
+    assert got.value.code == 4
+    with pytest.raises(rows.ConflictError, match=r"blame infra"):
+        standing(tmp_path, [row], [row | {"blame": "infra"}])
 
 
 def test_a_broken_record_equals_itself(tmp_path):

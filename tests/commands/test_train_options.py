@@ -159,8 +159,8 @@ def test_what_cannot_be_trained_is_counted_or_refused_and_moves_no_weight(world,
     nan, vocabulary, empty, long = (rows(1.0, 0.0) for _ in range(4))
     nan[0]["turns"][1]["logprobs"][2] = float("nan")
     vocabulary[0]["turns"][1]["completion_ids"][2] = 300
-    for row in empty:
-        row["turns"] = []
+    for row in empty + long:
+        row["turns"], row["budgets"] = [], None
     for row in long:
         row["turns"] = world.turns([(-1, None, 200, 4)])
     for made, code, words in (

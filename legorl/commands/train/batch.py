@@ -18,7 +18,7 @@ import numpy as np
 
 from legorl import tree
 from legorl.commands.train.advantages import TRAINED, advantages_of, shaped
-from legorl.commands.train.fit import ModelFacts, check_row, lags_of
+from legorl.commands.train.fit import ModelFacts, check_row, check_weights, lags_of
 from legorl.commands.train.loss import LossName
 from legorl.commands.train.pack import Sample, samples_of
 from legorl.commands.train.rows import BatchError
@@ -136,6 +136,8 @@ def make_batch(
     `overlong`: (maximum, cache) of the overlong punishment, in sampled tokens of an attempt that no drop covers.
     `whole_groups`: leave out valid attempts (`incomplete`) whose group has others, or should have by the plan.
     """
+    if loss != "sft":
+        check_weights(filter(is_valid, rows))
     pieces = [_tokens_of(number, row, facts, max_lag, loss == "sft") for number, row in enumerate(rows)]
     tokens = Tokens(**{name: np.concatenate([_GIVEN[name], *(piece[name] for piece in pieces)]) for name in _GIVEN})
     free = tokens.reason == TRAINED

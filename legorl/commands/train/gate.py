@@ -2,7 +2,8 @@
 
 The figures are those of legorl/metrics/align.sql, the file that `lego-inspect align` runs, over the batch's tokens
 before anything is masked. Thresholds hold for lag 0; tokens of older weights differ by right, and only their effective
-sample size is bounded (`lagged_ess`). A batch without lag-0 tokens is verified on the newest checkpoint that sampled a
+sample size (`lagged_ess`) and the share of their ratios outside [0.5, 2] (`lagged_outside`, which sees what moves all
+ratios alike) are bounded. A batch without lag-0 tokens is verified on the newest checkpoint that sampled a
 part of it, so that no mismatch hides behind staleness.
 """
 
@@ -34,12 +35,13 @@ FIGURES = {
     "outside": "ratio_outside",
     "chi2": "chi2",
 }
+LAGGED = {"lagged_ess": "ess", "lagged_outside": "ratio_outside"}  # at each lag above 0
 LEAST = ("pearson", "ess", "lagged_ess")
 # Measured with the sampler in float32: a float32 trainer differs by 7e-6 in the mean and 6e-5 at most, a bfloat16 one
 # by 3e-2 and 0.3.
 DEFAULTS = {
-    "fp32": {"pearson": 0.999, "mean": 1e-3, "p99": 1e-2, "max": 0.1, "lagged_ess": 0.3},
-    "bf16": {"pearson": 0.99, "mean": 0.1, "p99": 0.5, "max": 3.0, "lagged_ess": 0.3},
+    "fp32": {"pearson": 0.999, "mean": 1e-3, "p99": 1e-2, "max": 0.1, "lagged_ess": 0.3, "lagged_outside": 0.9},
+    "bf16": {"pearson": 0.99, "mean": 0.1, "p99": 0.5, "max": 3.0, "lagged_ess": 0.3, "lagged_outside": 0.9},
 }
 WORST = 8  # tokens shown
 CONTEXT = 12  # tokens shown before each
@@ -62,8 +64,8 @@ def parse_gate(text: str | None, dtype: str) -> dict[str, float]:
         name, _, value = part.strip().partition("=")
         if not name:
             continue
-        if name not in FIGURES and name != "lagged_ess":
-            raise ValueError(f"no figure {name!r}; known: {', '.join([*FIGURES, 'lagged_ess'])}")
+        if name not in FIGURES | LAGGED:
+            raise ValueError(f"no figure {name!r}; known: {', '.join(FIGURES | LAGGED)}")
         try:
             thresholds[name] = float(value)
         except ValueError:
@@ -85,42 +87,50 @@ def check(batch: Batch, figures: dict[str, float], thresholds: dict[str, float],
     (the correlation of one token) is not held against anything.
     """
     tokens = int(figures.get("align/lag=0/tokens", 0))
-    broken = []
+    lags = [key.split("/")[1] for key in figures if key.startswith("align/lag=") and key.endswith("/tokens")]
+    broken, lagged = [], True
     for name, threshold in thresholds.items():
-        if name == "lagged_ess":
-            slices = [key for key in figures if key.startswith("align/lag=") and key.endswith("/ess")]
-            keys = [key for key in slices if key != "align/lag=0/ess"]
-        else:
-            keys = [f"align/lag=0/{FIGURES[name]}"]
+        slices = [lag for lag in lags if lag != "lag=0"] if name in LAGGED else ["lag=0"]
+        keys = [f"align/{lag}/{LAGGED.get(name) or FIGURES[name]}" for lag in slices]
         for key in keys:
             value = figures.get(key)
             if value is not None and (value < threshold if name in LEAST else value > threshold):
                 sign = ">=" if name in LEAST else "<="
                 broken.append(f"{key.removeprefix('align/')} is {value:.4g}, allowed is {sign} {threshold:g}")
+                lagged = lagged and name in LAGGED
     if broken:
+        if lagged:
+            what, why = "the weights that sampled are too far from the loaded ones", "train on fresher shards"
+        else:
+            what = f"trainer and sampler disagree over {tokens} tokens of the loaded weights"
+            why = "other weights, another dtype, or damaged records"
         raise GateError(
-            f"trainer and sampler disagree over {tokens} tokens of the loaded weights: {'; '.join(broken)}; no weight "
-            "was moved (other weights, another dtype, or damaged records; --gate sets the thresholds)",
-            worst_tokens(batch, folder),
+            f"{what}: {'; '.join(broken)}; no weight was moved ({why}; --gate sets the thresholds)",
+            worst_tokens(batch, folder, lagged),
         )
     return tokens
 
 
-def worst_tokens(batch: Batch, folder: Path) -> list[str]:
-    """Lines of a table: the tokens whose two log-probabilities differ most, each with the text before it."""
+def worst_tokens(batch: Batch, folder: Path, lagged: bool = False) -> list[str]:
+    """Lines of a table: the tokens whose two log-probabilities differ most, each with the text before it.
+
+    Those that the loaded weights sampled, or with `lagged` those of older ones, which may differ more by right.
+    """
     tokens = batch.tokens
     gap = np.abs(tokens.old.astype(np.float64) - tokens.sampler)
-    known = np.flatnonzero(np.isfinite(gap))
+    known = np.flatnonzero(np.isfinite(gap) & ((tokens.lag > 0) == lagged))
+    worst = known[np.argsort(-gap[known], kind="stable")][:WORST]
+    names = [batch.rows[tokens.attempt[entry]]["attempt_id"] for entry in worst]
+    width = max(map(len, [*names, "attempt"]))
     decode = _decoder(folder)
-    lines = [f"{'attempt':<44} turn  pos lag   sampler   trainer      gap  token, and what stands before it"]
-    for entry in known[np.argsort(-gap[known], kind="stable")][:WORST]:
-        row = batch.rows[tokens.attempt[entry]]
-        nodes = tree.nodes_of(row["turns"])
+    lines = [f"{'attempt':<{width}} turn  pos lag   sampler   trainer      gap  token, and what stands before it"]
+    for entry, name in zip(worst, names, strict=True):
+        nodes = tree.nodes_of(batch.rows[tokens.attempt[entry]]["turns"])
         turn = int(tokens.turn[entry])
         before = tree.path_ids(nodes, turn, nodes[turn].prompt_len + int(tokens.position[entry]))[-CONTEXT:]
         shown, context = (decode(ids) for ids in ([int(tokens.token[entry])], before.tolist()))
         lines.append(
-            f"{row['attempt_id'][-44:]:<44} {turn:>4} {tokens.position[entry]:>4} {tokens.lag[entry]:>3} "
+            f"{name:<{width}} {turn:>4} {tokens.position[entry]:>4} {tokens.lag[entry]:>3} "
             f"{tokens.sampler[entry]:>9.4f} {tokens.old[entry]:>9.4f} {gap[entry]:>8.4f}  {shown} after {context}"
         )
     return lines

@@ -13,7 +13,7 @@ from typing import Any
 from legorl import schema
 from legorl.options import CHECK
 from legorl.rows import TOKEN_FIELDS, standing
-from legorl.shards import Shard, Tally
+from legorl.shards import Plan, Shard, Tally
 
 COLUMNS = (
     "attempt_id", "group_id", "run", "step", "harness", "weights", "tokenizer_digest", "blame", "reward", "budgets",
@@ -21,7 +21,7 @@ COLUMNS = (
 )  # fmt: skip
 TURN_COLUMNS = (
     "index", "parent", "prefix_len", "cause", "context_ids", "completion_ids", "logprobs", "temperature", "support",
-    "versions", "foreign", "drops", "routing",
+    "versions", "request_id", "foreign", "drops", "routing",
 )  # fmt: skip
 
 
@@ -39,14 +39,26 @@ def read_rows(shards: Iterable[Shard], tally: Tally) -> list[dict[str, Any]]:
     """Return one row an attempt, by attempt_id, and tell `tally` what each shard holds as it arrives.
 
     Only the columns that training needs are read. Raises ShardError; ConflictError for two rows of one try whose
-    sampled tokens differ.
+    sampled tokens differ; CheckError for an attempt that the plan of its shard knows nothing of.
     """
     found = []
     for shard in shards:
-        tally.add(shard, shard.table(["attempt_id"]).column("attempt_id").to_pylist())
+        attempts = shard.table(["attempt_id"]).column("attempt_id").to_pylist()
+        if strange := _unplanned(shard.plan, attempts):
+            raise CheckError(f"{shard.path}: holds {strange}, which the plan of its round does not; it was changed")
+        tally.add(shard, attempts)
         found.append(shard)
     kept = [row for shard, numbers in zip(found, standing(found), strict=True) for row in _rows(shard, numbers)]
     return sorted(kept, key=lambda row: row["attempt_id"])
+
+
+def _unplanned(plan: Plan | None, attempts: Iterable[str]) -> str | None:
+    """The first of `attempts` that `plan` does not have."""
+    if not plan:
+        return None
+    groups, numbers = set(plan.groups), {str(n) for n in range(plan.attempts)}
+    parts = ((attempt, *attempt.rpartition(".")[::2]) for attempt in attempts)
+    return next((attempt for attempt, group, number in parts if group not in groups or number not in numbers), None)
 
 
 def _rows(shard: Shard, numbers: list[int]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 from legorl.checkpoint import Checkpoint, ModelError
 from legorl.commands.train import gate, lora, save
 from legorl.commands.train.batch import Batch, make_batch
-from legorl.commands.train.fit import ModelFacts
+from legorl.commands.train.fit import ModelFacts, ancestors_of
 from legorl.commands.train.policy import Policy
 from legorl.commands.train.ranks import rank
 from legorl.commands.train.rows import BatchError, CheckError, digest_of
@@ -33,7 +33,8 @@ def facts_of(checkpoint: Checkpoint) -> ModelFacts:
         raise ModelError(f"{checkpoint.folder}: its config.json names no vocab_size; it is no text-only language model")
     tokenizer = checkpoint.tokenizer_digest if (checkpoint.folder / "tokenizer.json").is_file() else None
     context = config.get("max_position_embeddings")
-    return ModelFacts(checkpoint.version, checkpoint.digest, int(config["vocab_size"]), context, tokenizer)
+    known = ancestors_of(checkpoint)
+    return ModelFacts(checkpoint.version, checkpoint.digest, int(config["vocab_size"]), context, tokenizer, known)
 
 
 def configuration_of(
