@@ -312,15 +312,19 @@ paths_argument = click.argument("paths", nargs=-1, metavar="[PATH]...")
 
 
 def each_path(paths: tuple[str, ...], stdin: Any = None) -> Iterator[str]:
-    """Yield the paths to read: the arguments, or lines of stdin for `-` or no argument, as they arrive.
+    """The paths to read: the arguments, or lines of stdin for `-` or no argument, as they arrive.
 
-    Raises UsageError if nothing was given and stdin is a terminal.
+    Raises UsageError, at once, if nothing was given and stdin is a terminal.
     """
     stdin = stdin or sys.stdin
     if not paths:
         if stdin.isatty():
             raise click.UsageError("no PATH given and stdin is a terminal; give paths, or pipe them in")
         paths = ("-",)
+    return _each(paths, stdin)
+
+
+def _each(paths: tuple[str, ...], stdin: Any) -> Iterator[str]:
     for path in paths:
         if path != "-":
             yield path
