@@ -173,6 +173,8 @@ def _step(
     figures |= {"time/load_s": loaded - started, "time/step_s": seconds, "time/read_tokens_per_s": read / seconds}
     figures["trained_parameters"] = sum(parameter.numel() for parameter in trainer.trained)
     figures["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if trainer.ranks.device.type == "cuda":
+        figures["memory/cuda_peak_mb"] = torch.cuda.max_memory_allocated(trainer.ranks.device) / 2**20
     if moved := "loss" in figures:
         figures["lr"] = policy.schedule.rate
         policy.schedule.advance()
