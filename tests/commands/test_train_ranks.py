@@ -11,6 +11,7 @@ import builders
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from commands.pair_train import take
 from commands.test_verify_routing import routed
 from commands.train_rows import World, tiny_llama, train_in_process
 from moe import tiny_moe
@@ -39,15 +40,18 @@ def cli(capsys, monkeypatch):
         yield run
 
 
-def launched(count: int, sharded: bool, *args: object, lines: str = "") -> subprocess.CompletedProcess[str]:
-    """Run lego-train in `count` processes of torchrun, on the CPU, with `lines` on its stdin."""
+def launched(
+    count: int, sharded: bool, *args: object, lines: str = "", module: str = "legorl.commands.train.cli"
+) -> subprocess.CompletedProcess[str]:
+    """Run lego-train, or `module`, in `count` processes of torchrun, on the CPU, with `lines` on its stdin."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "LC_ALL": "C.UTF-8"}
     env |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_addr", "127.0.0.1"]
-    argv += ["--master_port", str(port), "-m", "legorl.commands.train.cli", *map(str, args)]
+    argv += ["--master_port", str(port), "-m", module, *map(str, args)]
     return subprocess.run(argv, env=env, input=lines, capture_output=True, text=True, timeout=300)
 
 
@@ -117,6 +121,22 @@ def test_two_processes_take_the_steps_of_one(make, sharded, steps, tmp_path, cli
             assert ours["reason"] == theirs["reason"] and ours["position"] == theirs["position"]
             for name in COLUMNS:
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_loss_and_mode_in_two_processes_is_that_of_one(tmp_path, sharded):
+    world = dense(tmp_path / "m")
+    reference = tiny_llama(tmp_path / "r", seed=3, initializer_range=0.25)
+    args = (shard(world, tmp_path), tmp_path / "m", reference)
+    done = launched(2, sharded, *args, tmp_path / "two.npz", module="commands.pair_train")
+    assert done.returncode == 0, done.stderr
+    wanted, got = take(*args), np.load(tmp_path / "two.npz")
+    assert got.files == [*wanted] and any(wanted["sequence-mask/masked"]) and any(wanted["mask/masked"])
+    for name, value in wanted.items():
+        if "/weights/" in name:
+            assert np.abs(got[name] - value).max() < 2e-4 * np.abs(value).max(), name
+        else:
+            np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_several_processes_cannot_share_a_list_on_stdin(tmp_path, cli, monkeypatch):
