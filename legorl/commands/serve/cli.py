@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import shutil
 import signal
@@ -27,6 +28,13 @@ from legorl.options import Failure, command, explain, explain_option, option, pr
 @option("--context", type=click.IntRange(16), help="Most tokens of prompt and answer together. [default: the model's]")
 @option("--sequences", type=click.IntRange(1), default=32, help="Most turns sampled at once (vllm).")
 @option("--kv-gib", type=float, default=1.5, help="Memory for the KV cache on CPU, GiB (vllm).")
+@option(
+    "--engine-arg",
+    "engine_args",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="One of vLLM's own settings, as tensor_parallel_size=2; again for more (vllm).",
+)
 @option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32 on CPU, bfloat16 on GPU]")
 @option(
     "--cores",
@@ -83,6 +91,7 @@ def main(model: Path, command_line: tuple[str, ...], **wanted: Any) -> int:
         raise click.UsageError("--engine script needs --script FILE or --replay SHARD, and no other engine takes them")
     if wanted["script"] and wanted["replay"]:
         raise click.UsageError("--script and --replay exclude each other")
+    wanted["engine_args"] = _engine_args(wanted["engine_args"], wanted["engine"])
     try:
         split_cores(wanted["cores"], wanted["engine"])
     except ValueError as error:
@@ -211,7 +220,33 @@ async def _engine(held: Any, cores: list[int], wanted: dict[str, Any]) -> Any:
         dtype=wanted["dtype"],
         cores=cores,
         routing=wanted["routing"],
+        own=wanted["engine_args"],
     )
+
+
+# What decides which tokens are sampled, which numbers are recorded with them, and what --options of ours set.
+_OURS = (
+    "model", "dtype", "max_model_len", "max_num_seqs", "seed", "generation_config", "logprobs_mode", "tokenizer",
+    "enable_return_routed_experts", "trust_remote_code", "speculative_config", "override_generation_config",
+    "logits_processors", "data_parallel_size",
+)  # fmt: skip
+
+
+def _engine_args(given: tuple[str, ...], engine: str) -> dict[str, Any]:
+    """The settings of --engine-arg; a value is JSON where it can be read as such, else text."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if engine != "vllm" or not equals or name in _OURS:
+            why = "is lego-serve's to set" if engine == "vllm" and equals else "needs NAME=VALUE and --engine vllm"
+            more = "; start a lego-serve a GPU instead" if name == "data_parallel_size" else ""
+            raise click.UsageError(f"--engine-arg {text}: {why}{more}")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 async def _until(work: Any, stop: asyncio.Event) -> Any:

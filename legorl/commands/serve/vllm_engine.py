@@ -44,9 +44,12 @@ class VllmEngine:
         dtype: str | None,
         cores: list[int],
         routing: str = "auto",
+        own: dict[str, Any] | None = None,
     ):
+        """`own`: settings of vLLM's by their names in its EngineArgs, over those made here."""
         self._folder, self.version, self._cores = folder, version, cores
         self._wanted = {"context": context, "sequences": sequences, "kv_bytes": kv_bytes, "dtype": dtype}
+        self._own = own or {}
         self._routing = routing
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Delta | BaseException]] = {}
@@ -145,7 +148,7 @@ class VllmEngine:
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(context, STEP_TOKENS),
             }
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | self._own))
         if self._cores:
             os.sched_setaffinity(0, self._cores)
             torch.set_num_threads(len(self._cores))
