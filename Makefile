@@ -1,7 +1,7 @@
 # Set-up, demo and tests. `make` alone lists the targets; everything sets itself up first.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help setup demo test test-all test-harnesses bench-serve bench-sandbox harnesses lint
+.PHONY: help setup demo test test-all test-harnesses bench-serve bench-sandbox bench-train harnesses lint
 MAKEFLAGS += --no-print-directory
 
 RUN ?= runs/demo
@@ -44,6 +44,9 @@ harnesses: setup
 
 bench-serve: setup ## how fast lego-serve is, beside its own engine and vLLM's server; JSON (docs/benchmarks.md)
 	@.venv/bin/python tests/bench/serve.py $(PARTS)
+
+bench-train: setup ## how fast a training step is, beside TRL's and beside itself without trees; JSON (docs/benchmarks.md)
+	@.venv/bin/python tests/bench/train.py $(PARTS)
 
 bench-sandbox: setup ## how fast sandboxes and grading are, and what they leave behind; JSON (docs/benchmarks.md)
 	@.venv/bin/python tests/bench/sandbox.py $(PARTS)

@@ -12,8 +12,10 @@ its length times the length of its path, in blocks of BLOCK queries, by the ordi
 Without `forest`, the function is transformers' own causal attention.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,23 @@ class Forest:
 
     depths: np.ndarray
     segments: tuple[Segment, ...]
+
+    @cached_property
+    def paths(self) -> list[list[tuple[int, int, int]]]:
+        """For each segment, its path with itself: (number of the segment, from, to) of tokens within that segment."""
+        starts = [segment.start for segment in self.segments]
+        found = []
+        for segment in self.segments:
+            spans = []
+            for start, stop in [*segment.ancestors, (segment.start, segment.stop)]:
+                while start < stop:
+                    number = bisect_right(starts, start) - 1
+                    one = self.segments[number]
+                    end = min(stop, one.stop)
+                    spans.append((number, start - one.start, end - one.start))
+                    start = end
+            found.append(spans)
+        return found
 
     def positions(self, device: Any = None) -> Any:
         """Position ids of the row, int64 [1, tokens]."""
@@ -117,25 +136,21 @@ def forest_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    # Parts by one split a tensor: its backward pass is one concatenation, that of a slice is as long as the whole row.
+    lengths = [segment.stop - segment.start for segment in forest.segments]
+    queries, keys, values = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     pieces = []
-    for segment in forest.segments:
-        keys, values = (_along(tensor, [*segment.ancestors, (segment.start, segment.stop)]) for tensor in (key, value))
-        pieces += _segment(query[:, :, segment.start : segment.stop], keys, values, scaling)
+    for own, spans in zip(queries, forest.paths, strict=True):
+        pieces += _segment(own, _along(keys, spans), _along(values, spans), scaling)
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _along(tensor: Any, spans: Sequence[tuple[int, int]]) -> Any:
-    """The tokens of `spans`, one after the other; a view where they lie side by side."""
+def _along(parts: Sequence[Any], spans: Sequence[tuple[int, int, int]]) -> Any:
+    """The tokens of `spans` (number of the part, from, to), one after the other."""
     import torch
 
-    merged: list[list[int]] = []
-    for start, stop in spans:
-        if merged and merged[-1][1] == start:
-            merged[-1][1] = stop
-        else:
-            merged.append([start, stop])
-    parts = [tensor[:, :, start:stop] for start, stop in merged]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    taken = [parts[number][:, :, start:stop] for number, start, stop in spans]
+    return taken[0] if len(taken) == 1 else torch.cat(taken, dim=2)
 
 
 def _segment(query: Any, key: Any, value: Any, scaling: float | None) -> list[Any]:

@@ -16,7 +16,10 @@ averaged. Two ways to hold the weights:
 Under FSDP2 a forward pass needs all processes, so who has fewer micro-batches computes one again, with loss 0.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +28,8 @@ import numpy as np
 
 from legorl.commands.train.pack import Micro
 from legorl.model import target_logprobs
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def rank() -> int:
@@ -62,6 +67,8 @@ class Ranks:
     def __init__(self, dtype: str):
         from accelerate import Accelerator
 
+        if "RANK" in os.environ:
+            _end_with_launcher()
         self.accelerator = Accelerator(mixed_precision="bf16" if dtype == "bf16" else "no")
         self.device = self.accelerator.device
         self.index, self.count = self.accelerator.process_index, self.accelerator.num_processes
@@ -152,6 +159,12 @@ class Ranks:
         tensor = torch.as_tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(tensor)
         return tensor.cpu().numpy()
+
+
+def _end_with_launcher() -> None:
+    """Have Linux kill this process when its launcher dies: one that waits for partners takes note of nothing else."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def whole(tensor: Any) -> Any:
