@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -144,3 +146,20 @@ def test_several_processes_cannot_share_a_list_on_stdin(tmp_path, cli, monkeypat
     monkeypatch.setenv("RANK", "1")
     code, _, err = cli("--model", world.checkpoint.path, "--out", tmp_path / "out")
     assert code == 2 and "give the shards as arguments" in err
+
+
+def test_a_process_ends_with_its_launcher() -> None:
+    """One that waits for partners hears nothing else, so the kernel has to do it."""
+    waits = "import signal; from legorl.commands.train.ranks import _end_with_launcher; _end_with_launcher(); "
+    waits += "print('in', flush=True); signal.pause()"
+    child = f'"{sys.executable}" -c "{waits}" & echo $!; wait'
+    with subprocess.Popen(["sh", "-c", child], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        handle = os.pidfd_open(int(launcher.stdout.readline()))
+        assert launcher.stdout.readline() == "in\n"
+        launcher.kill()
+        ended = select.select([handle], [], [], 30)[0]
+        if not ended:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+    assert ended
