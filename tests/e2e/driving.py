@@ -122,10 +122,18 @@ class Run:
         listed = asyncio.run(
             podman("ps", "-a", "--filter", f"label=legorl.run={self.folder.name}", "--format", "{{.Names}}")
         )
+        end = time.monotonic() + 120
+        # Tests beside this one kill commands, too, and their next command clears up: what is theirs goes away.
+        while (dead := self._of_the_dead()) and time.monotonic() < end:
+            select.select([], [], [], 1)
+        return [*map(str, self.processes()), *listed.out.decode().split(), *dead]
+
+    def _of_the_dead(self) -> list[str]:
+        """Cgroups and sockets on this machine whose owner has ended, but for cgroups that were there before."""
         cgroups = {c for c in limits.leftover_cgroups() if not _owned(c.name)}
         sockets = [*paths.private_dir().glob("serve-*.*.*.*"), *paths.mounts_dir().glob("llm-*.*.*.*")]
         dead = [str(s) for s in sockets if not _owned(s.name.partition("-")[2])]
-        return [*map(str, self.processes()), *listed.out.decode().split(), *map(str, cgroups - self._cgroups), *dead]
+        return [*map(str, cgroups - self._cgroups), *dead]
 
     def end(self) -> None:
         """Kill whatever still runs, after a test that failed."""
