@@ -184,6 +184,12 @@ class Control:
         return reply.json()
 
     def _unanswered(self, error: Exception) -> ServeError:
+        if isinstance(error, httpx.ReadTimeout):  # somebody listens
+            seconds = error.request.extensions["timeout"]["read"]
+            return ServeError(
+                f"lego-serve on {self.socket} has not answered {error.request.method} {error.request.url.path} in "
+                f"{seconds:g} s; it is busy or hangs, as its log may tell, and may yet do it"
+            )
         return ServeError(
             f"no lego-serve answers on {self.socket} ({str(error) or repr(error)}); start one with `lego-serve MODEL` "
             "and give its socket with --serve or LEGORL_SERVE"

@@ -122,10 +122,16 @@ def cause_of(nodes: Sequence[Node], parent: int, prefix_len: int) -> str:
     return "extend" if prefix_len == nodes[parent].path_len else "rewrite"
 
 
-def leaves(nodes: Sequence[Node]) -> list[int]:
-    """Return the turns that no other turn extends whole, in order: each ends one path."""
-    extended = {n.parent for n in nodes if n.parent != ROOT and n.prefix_len == nodes[n.parent].path_len}
-    return [n.index for n in nodes if n.index not in extended]
+def homes(nodes: Sequence[Node]) -> list[int]:
+    """For each turn, one leaf whose path holds all of it: each turn's tokens have one home, however many paths.
+
+    That of its first child which extends it whole, and so on down to a leaf.
+    """
+    home = list(range(len(nodes)))
+    for node in reversed(nodes):
+        if node.parent != ROOT and node.prefix_len == nodes[node.parent].path_len:
+            home[node.parent] = home[node.index]  # children come after their parents: the first one has the last word
+    return home
 
 
 def check(turns: Sequence[dict[str, Any]]) -> None:

@@ -8,16 +8,7 @@
 #     bin/lego-serve MODEL -- make -j2 -f recipes/grpo.mk RUN=runs/first LAG=1
 #
 # A run's folder:  RUN/step-0003/{tasks.list, rollout/, rollout.list, graded/, graded.list, checkpoint/, train.list, *.log}
-# bash, asked to end when make ends, however it ends (recipes/phase does the same for the stages).
-SHELL := /usr/bin/setpriv
-.SHELLFLAGS := --pdeathsig TERM /bin/bash -eu -o pipefail -c
-.DELETE_ON_ERROR:
-.SECONDARY:
-.DEFAULT_GOAL := all
-
-here := $(dir $(lastword $(MAKEFILE_LIST)))
-bin := $(here)../bin
-python := $(here)../.venv/bin/python
+include $(dir $(lastword $(MAKEFILE_LIST)))stages.mk
 
 # What to run. A recipe, the environment or the command line may set any of these.
 RUN ?= runs/$(basename $(notdir $(firstword $(MAKEFILE_LIST))))
@@ -40,10 +31,6 @@ pad = $(shell printf %04d $(1))
 at = $(RUN)/step-$(call pad,$(1))
 less = $(shell echo $$(( $(1) > $(2) ? $(1) - $(2) : 0 )))
 shuffle := $(python) -c 'import random, sys; lines = sys.stdin.readlines(); random.Random(sys.argv[1]).shuffle(lines); print(*lines, sep="", end="")'
-# $(call stage,LABEL,NAME) COMMAND $(keep): run it, its words in NAME.log beside the target, its stdout as the target.
-stage = @mkdir -p $(@D); setpriv --pdeathsig TERM $(here)phase -w "$(1)" $(@D)/$(2).log
-keep = > $@.tmp && mv $@.tmp $@
-last = $$(tail -n 1 $(1))
 
 .PHONY: all loop
 all: loop
@@ -57,8 +44,7 @@ $(call at,0)/rollout.list:
 
 # The tasks in the order in which rounds take them, repeated when they run out.
 $(RUN)/tasks.list:
-	@mkdir -p $(@D)
-	@$(here)phase "tasks" $(@D)/tasks.log $(bin)/lego-tasks $(TASK_SET) --out $(RUN)/tasks > /dev/null
+	$(phase) "tasks" $(@D)/tasks.log $(bin)/lego-tasks $(TASK_SET) --out $(RUN)/tasks > /dev/null
 	@$(bin)/lego-tasks list $(RUN)/tasks $(TRAIN) | $(shuffle) $(SEED) $(keep)
 
 # $1 this step, $2 the step before it, $3 the step whose weights it is rolled out with.
@@ -69,12 +55,12 @@ $(call at,$1)/tasks.list: $(RUN)/tasks.list
 	    sed -n "$$$$(( (($1 - 1) * $(TASKS) + k - 1) % $$$$(wc -l < $$<) + 1 ))p" $$<; \
 	done $$(keep)
 $(call at,$1)/rollout.list: $(call at,$3)/train.list $(call at,$1)/tasks.list | $(call at,$2)/rollout.list
-	$$(call stage,round $1  rollout,rollout) $(bin)/lego-rollout - --out $$(@D)/rollout --harness $(HARNESS) \
-	    --run $(notdir $(RUN)) --step $1 -n $(ATTEMPTS) --policy "$$(call last,$$<)" --seed $(SEED) $(ROLLOUT) < $$(@D)/tasks.list $$(keep)
+	$$(phase) -w "round $1  rollout" $$(@D)/rollout.log $(bin)/lego-rollout - --out $$(@D)/rollout --harness $(HARNESS) \
+	    --run $(notdir $(RUN)) --step $1 -n $(ATTEMPTS) --policy $$(call last,$$<) --seed $(SEED) $(ROLLOUT) < $$(@D)/tasks.list $$(keep)
 $(call at,$1)/graded.list: $(call at,$1)/rollout.list
-	$$(call stage,round $1  grade,grade) $(bin)/lego-grade - --out $$(@D)/graded $(GRADE) < $$< $$(keep)
+	$$(phase) -w "round $1  grade" $$(@D)/grade.log $(bin)/lego-grade - --out $$(@D)/graded $(GRADE) < $$< $$(keep)
 $(call at,$1)/train.list: $(call at,$1)/graded.list $(call at,$2)/train.list
-	$$(call stage,round $1  train,train) $(bin)/lego-train - --model "$$(call last,$(call at,$2)/train.list)" --out $$(@D)/checkpoint \
+	$$(phase) -w "round $1  train" $$(@D)/train.log $(bin)/lego-train - --model $$(call last,$(call at,$2)/train.list) --out $$(@D)/checkpoint \
 	    --seed $(SEED) $(TRAINER) < $$< $$(keep)
 endef
 $(foreach k,$(shell seq $(ROUNDS)),$(eval $(call step,$k,$(call less,$k,1),$(call less,$k,$(shell expr 1 + $(LAG))))))

@@ -5,14 +5,7 @@
 #
 # The list is the target: a library's list appears when all its tasks are there. Killed at any moment, make goes on where it
 # was. Other libraries: add lines to a copy of synth.txt, and give PINS.
-SHELL := /usr/bin/setpriv
-.SHELLFLAGS := --pdeathsig TERM /bin/bash -eu -o pipefail -c
-.DELETE_ON_ERROR:
-.SECONDARY:
-.DEFAULT_GOAL := all
-
-here := $(dir $(lastword $(MAKEFILE_LIST)))
-bin := $(here)../bin
+include $(dir $(lastword $(MAKEFILE_LIST)))stages.mk
 
 OUT ?= tasks/synth
 # Most tasks of each library, and how many of them lego-tasks check proves: a number, or all.
@@ -24,7 +17,7 @@ CORES ?= $(shell nproc)
 PINS ?= $(here)synth.txt
 HELDOUT ?= inflection schema tinydb
 SDISTS ?= $(OUT)/sdists
-PIP ?= $(here)../.venv/bin/python -m pip
+PIP ?= $(python) -m pip
 
 begun := $(shell date +%s)
 libraries := $(shell sed -n 's/^\([a-z0-9._-]*\)==\([^ ]*\) .*/\1-\2/p' $(PINS))
@@ -33,8 +26,6 @@ ifeq ($(libraries),)
 $(error $(PINS) names no library as NAME==VERSION --hash=sha256:...)
 endif
 lists = $(foreach library,$(1),$(OUT)/$(library).list)
-phase = @setpriv --pdeathsig TERM $(here)phase
-keep = > $@.tmp && mv $@.tmp $@
 
 .PHONY: all
 all: $(OUT)/train.list $(OUT)/heldout.list $(OUT)/checked.list

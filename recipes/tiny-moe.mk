@@ -7,15 +7,7 @@
 # An expert (a script with the known solutions) plays every task and is graded; EPOCHS steps of sft on that; then every
 # SAMPLER plays the same tasks. RUN holds a list a stage, as with every recipe: killed at any moment, make goes on where it
 # was. The servers are inside: each lives for one stage.
-SHELL := /usr/bin/setpriv
-.SHELLFLAGS := --pdeathsig TERM /bin/bash -eu -o pipefail -c
-.DELETE_ON_ERROR:
-.SECONDARY:
-.DEFAULT_GOAL := all
-
-here := $(dir $(lastword $(MAKEFILE_LIST)))
-bin := $(here)../bin
-python := $(here)../.venv/bin/python
+include $(dir $(lastword $(MAKEFILE_LIST)))stages.mk
 
 RUN ?= runs/tiny-moe
 TASKS ?= shell --count 70 --level 0 --level 1 --split train --seed 0
@@ -27,9 +19,6 @@ TRAINER ?= --dtype bf16
 ROLLOUT ?= -n 1 -c 4 --temperature 1 --max-turns 3 --turn-tokens 64 --time-limit 120
 GRADE ?= -c 2
 
-phase = @mkdir -p $(@D); setpriv --pdeathsig TERM $(here)phase
-keep = > $@.tmp && mv $@.tmp $@
-last = "$$(tail -n 1 $(1))"
 # $(call play,NAME,MODEL LIST,ENGINE): every task once with that engine, for step NAME.
 play = $(bin)/lego-serve $(call last,$(2)) $(3) -- $(bin)/lego-rollout - --out $(RUN)/$(1)/rollout --run $(1) \
     --harness $(here)tiny-moe.toml $(ROLLOUT) < $(RUN)/tasks.list $(keep)

@@ -16,5 +16,7 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert {part for part in figures if part != "device"} == {"step", "dense", "moe"}
+    for part in ("dense", "moe"):
+        assert figures[part]["mean gap, new weights"] < 1e-4 < figures[part]["mean gap, old ones"]
     assert figures["moe"]["routing replayed"] > 0.9 and figures["dense"]["serve: tokens a second"] > 0
     assert all(name in done.stdout for name in figures["step"])

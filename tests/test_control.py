@@ -36,3 +36,13 @@ def test_nobody_listens(tmp_path: Path):
                     await asked
 
     asyncio.run(main())
+
+
+def test_a_server_that_does_not_answer_is_not_called_absent(tmp_path: Path):
+    async def main() -> None:
+        server = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "control.sock")
+        async with server, Control(tmp_path / "control.sock") as control:
+            with pytest.raises(ServeError, match=r"control.sock has not answered POST /weights in 0.01 s"):
+                await control._call("POST", "/weights", timeout=0.01)
+
+    asyncio.run(main())

@@ -75,17 +75,15 @@ def test_the_parent_shares_the_longest_prefix_and_is_the_earliest_such(conversat
 
 
 @given(conversations())
-def test_the_paths_of_the_leaves_hold_every_sampled_token(conversation):
+def test_the_home_of_a_turn_is_the_end_of_a_path_that_holds_all_of_it(conversation):
+    """Of several such paths that of the first branch, so that siblings do not hold the turn twice."""
     turns, _ = conversation
     nodes = tree.nodes_of(turns)
-    covered = set()
-    for leaf in tree.leaves(nodes):
-        covered.add(leaf)
-        index, extended = nodes[leaf].parent, nodes[leaf].prefix_len
-        while index != tree.ROOT and extended == nodes[index].path_len:
-            covered.add(index)
-            index, extended = nodes[index].parent, nodes[index].prefix_len
-    assert covered == set(range(len(turns)))
+    homes = tree.homes(nodes)
+    for node, home in zip(nodes, homes, strict=True):
+        children = [n for n in nodes if n.parent == node.index and n.prefix_len == node.path_len]
+        assert home == (homes[children[0].index] if children else node.index)
+        assert tree.path_ids(nodes, home)[: node.path_len].tolist() == tree.path_ids(nodes, node.index).tolist()
 
 
 @given(conversations())
@@ -99,7 +97,7 @@ def test_cause(conversation):
 
 def test_no_turns():
     tree.check([])
-    assert tree.leaves([]) == []
+    assert tree.homes([]) == []
     assert tree.place([], tree.ids([1])) == (tree.ROOT, 0)
 
 

@@ -3,11 +3,11 @@
 step    tree packing beside linear packing: log-probabilities, gradients, tokens a second, peak memory
 dense, moe
         lego-serve records turns; lego-train takes a step on them and loads the new weights into the running engine;
-        what that samples then must be what the new checkpoint gives (lego-inspect verify). For moe, with the experts
-        that the engine recorded replayed in the trainer, and without.
+        what that samples then must be what the new checkpoint gives (lego-inspect verify), and must not be what the
+        old one does. For moe, with the experts that the engine recorded replayed in the trainer, and without.
 
-DEVICE, MODEL, ENGINE, JSON in the environment: see gpu.sh. The models are random unless MODEL is given, so the figures
-of moe say that things fit together, not how much replay helps; recipes/tiny-moe.mk trains one for that.
+DEVICE, MODEL, ENGINE, DTYPE, JSON in the environment: see gpu.sh. The models are random unless MODEL is given, so the
+figures of moe say that things fit together, not how much replay helps; recipes/tiny-moe.mk trains one for that.
 """
 
 import asyncio
@@ -24,14 +24,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import builders
 
+from legorl.shards import open_shard
+
 ROOT = Path(__file__).parents[2]
 CUDA = os.environ.get("DEVICE", "cuda") == "cuda"
 ENGINE = os.environ.get("ENGINE", "vllm" if CUDA else "torch")
-DTYPE = "bf16" if CUDA else "fp32"
+DTYPE = os.environ.get("DTYPE", "bf16" if CUDA else "fp32")
 WIDTH, LAYERS, LENGTH, SESSIONS, ANSWER = (1024, 12, 2048, 64, 256) if CUDA else (64, 2, 64, 2, 8)
 SHARE = "0.35"  # of the GPU's memory for the engine; the trainer is beside it
-# Largest that is right: of a gradient, in units of its largest value; of a log-probability.
-LIMITS = {"bf16": {"gradient": 0.05, "logprob": 0.5}, "fp32": {"gradient": 1e-4, "logprob": 1e-3}}[DTYPE]
+# Largest that is right: of a gradient, in units of its largest value; of a log-probability; of the mean of those.
+LIMITS = {
+    "bf16": {"gradient": 0.05, "logprob": 0.5, "mean": 0.1}, "fp32": {"gradient": 1e-4, "logprob": 1e-3, "mean": 1e-4},
+}[DTYPE]  # fmt: skip
+LR = "1e-2"  # far too much to learn by: new weights must differ from the old ones by more than bf16 rounds
 
 Figures = dict[str, Any]
 
@@ -123,7 +128,8 @@ def step_part(folder: Path) -> Figures:
 
 def serve_part(folder: Path, work: Path) -> Figures:
     """Serve, train, load, serve again; `drive` is what runs beside the server."""
-    argv = [ROOT / "bin/lego-serve", folder, "--engine", ENGINE, "--context", "2048"]
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[DTYPE]
+    argv = [ROOT / "bin/lego-serve", folder, "--engine", ENGINE, "--dtype", dtype, "--context", "2048"]
     argv += ["--engine-arg", f"gpu_memory_utilization={SHARE}"] if ENGINE == "vllm" and CUDA else []
     work.mkdir()
     subprocess.run([*map(str, argv), "--", sys.executable, __file__, "drive", str(folder), str(work)], check=True)
@@ -168,14 +174,21 @@ async def sample(work: Path, name: str) -> tuple[Path, float]:
     return builders.shard(work / f"{name}.parquet", rows), speed
 
 
+def mean_gap(shard: Path, model: Path) -> float:
+    """The mean of |Δ log p| that lego-inspect verify finds."""
+    command = [Path(sys.executable).with_name("lego-inspect"), "verify", shard, "--model", model, "--json"]
+    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[0])["logprob_abs_diff_mean"]
+
+
 def drive(folder: Path, work: Path) -> None:
     first, speed = asyncio.run(sample(work, "first"))
     found: Figures = {"serve: tokens a second": speed}
 
     def train(out: str, *options: str) -> Figures:
-        argv = [ROOT / "bin/lego-train", first, "--model", folder, "--out", work / out, "--dtype", DTYPE, "--json"]
-        argv = [sys.executable, "-m", "legorl.commands.train.cli", *map(str, argv[1:]), *options]
-        done = subprocess.run([*argv, "--gate", "none"], stdout=subprocess.PIPE, text=True, check=True)
+        argv = [sys.executable, "-m", "legorl.commands.train.cli", first, "--model", folder, "--out", work / out]
+        argv += ["--dtype", DTYPE, "--lr", LR, "--gate", "none", "--json", *options]
+        done = subprocess.run([*map(str, argv)], stdout=subprocess.PIPE, text=True, check=True)
         return json.loads(done.stdout)["figures"]
 
     runs = {"": train("step-1", "--serve", os.environ["LEGORL_SERVE"])}
@@ -188,18 +201,19 @@ def drive(folder: Path, work: Path) -> None:
     found["train: tokens a second"] = runs[""]["time/read_tokens_per_s"]
     found["train: peak memory, GB"] = runs[""].get("memory/cuda_peak_mb", runs[""]["memory/peak_mb"]) / 1e3
     second, _ = asyncio.run(sample(work, "second"))
-    command = [
-        sys.executable,
-        "-m",
-        "legorl.commands.inspect.cli",
-        "verify",
-        str(second),
-        "--model",
-        str(work / "step-1"),
-    ]
-    verified = subprocess.run(command, stdout=sys.stderr)
-    found["new weights verified"] = verified.returncode == 0
-    found["ok"] = found["new weights verified"] and found["logprob_abs_diff_p99"] <= LIMITS["logprob"]
+    old = open_shard(first).rows()[0]["weights"]
+    rows = open_shard(second).rows()
+    for row in rows:  # as if the engine had gone on with the old weights
+        row["weights"] = old
+        for one in row["turns"]:
+            one["versions"] = [{"start": 0, "length": len(one["completion_ids"]), "version": 0}]
+    claimed = builders.shard(work / "claimed.parquet", rows)
+    found |= {
+        "mean gap, new weights": mean_gap(second, work / "step-1"),
+        "mean gap, old ones": mean_gap(claimed, folder),
+    }
+    found["new weights are served"] = found["mean gap, new weights"] <= LIMITS["mean"] < found["mean gap, old ones"]
+    found["ok"] = found["new weights are served"] and found["logprob_abs_diff_p99"] <= LIMITS["logprob"]
     (work / "figures.json").write_text(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ import builders
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from commands.train_rows import World, tiny_llama, train_in_process
+from commands.train_rows import World, tiny_llama
 
 from legorl import schema
 from legorl.checkpoint import open_checkpoint
@@ -27,12 +27,6 @@ def world(tmp_path_factory):
     folder = tiny_llama(tmp_path_factory.mktemp("model") / "m")
     (folder / "tokenizer_config.json").write_text("{}")
     return World(folder)
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    with train_in_process(capsys, monkeypatch) as run:
-        yield run
 
 
 def shard_of(path, rows, **fields):

@@ -160,7 +160,7 @@ def test_every_wanted_token_is_a_target_once_behind_its_own_prefix(turns, data):
     samples = samples_of(nodes, 3, 100, wanted)
     seen = [int(entry) for sample in samples for entry in sample.index]
     assert sorted(seen) == (100 + np.flatnonzero(wanted)).tolist()
-    assert len(samples) <= len(tree.leaves(nodes))
+    assert len(samples) <= len(set(tree.homes(nodes)))
     for sample in samples:
         assert sample.attempt == 3 and len(sample.ids) == sample.positions[-1] + 1  # nothing is read behind the last
         for position, entry in zip(sample.positions, sample.index, strict=True):

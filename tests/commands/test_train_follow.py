@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands.test_train_ranks import differences, launched
 from commands.test_verify_routing import routed
-from commands.train_rows import World, tiny_llama, train_in_process
+from commands.train_rows import World
 from moe import tiny_moe
 
 from legorl import shards
@@ -25,17 +25,6 @@ BIN = Path(__file__).parents[2] / "bin" / "lego-train"
 FILES = ("model/model.safetensors", "model/config.json", "optimizer/state.safetensors", "optimizer/schedule.json")
 OPTIONS = ("--lr", "1e-3", "--schedule", "cosine", "--warmup", "1", "--total", "9", "--minibatches", "2", "--keep", "9")
 SHAPE = [(-1, None, 6, 4), (0, None, 3, 5)]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World(tiny_llama(tmp_path_factory.mktemp("model") / "m"))
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    with train_in_process(capsys, monkeypatch) as run:
-        yield run
 
 
 def place(folder, step):

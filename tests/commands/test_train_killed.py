@@ -1,29 +1,18 @@
 """A chain of two steps of two processes, killed and run again: the checkpoints of a chain that nobody disturbed."""
 
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands.test_train_ranks import dense, shard
+from commands.test_train_ranks import dense, launched, shard
 
-TESTS = Path(__file__).parents[1]
 OPTIONS = ("--gate", "none", "--lr", "1e-3", "--minibatches", "2")
 
 
-def launched(path: Path, model: Path, out: Path, kill: str = "") -> subprocess.CompletedProcess[str]:
-    """lego-train in two processes of torchrun; `kill` as in killed_train."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "LC_ALL": "C.UTF-8", "KILL": kill}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
-    argv += ["--master_port", str(port), "-m", "commands.killed_train" if kill else "legorl.commands.train.cli"]
-    argv += [str(path), "--model", str(model), "--out", str(out), *OPTIONS]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=500)
+def step_of(path: Path, model: Path, out: Path, kill: str = "") -> subprocess.CompletedProcess[str]:
+    """A step in two processes; `kill` as in killed_train."""
+    module = "commands.killed_train" if kill else "legorl.commands.train.cli"
+    return launched(2, False, path, "--model", model, "--out", out, *OPTIONS, module=module, KILL=kill)
 
 
 def bytes_of(checkpoint: Path) -> list[bytes]:
@@ -37,7 +26,7 @@ def chain(tmp_path_factory):
     world = dense(folder / "0")
     path = shard(world, folder)
     for step in (1, 2):
-        done = launched(path, folder / str(step - 1), folder / str(step))
+        done = step_of(path, folder / str(step - 1), folder / str(step))
         assert done.returncode == 0, done.stderr
     return path, [folder / str(step) for step in range(3)]
 
@@ -50,10 +39,10 @@ def chain(tmp_path_factory):
 def test_a_step_that_was_killed_and_run_again_is_the_step(chain, tmp_path, step, kill):
     path, made = chain
     out = tmp_path / "c"
-    killed = launched(path, made[step - 1], out, kill)  # it ends: no process waits for one that is gone
+    killed = step_of(path, made[step - 1], out, kill)  # it ends: no process waits for one that is gone
     assert killed.returncode != 0 and killed.stdout == ""
     assert out.exists() == kill.startswith("renamed")  # whole or not at all
-    again = launched(path, made[step - 1], out)
+    again = step_of(path, made[step - 1], out)
     assert again.returncode == 0 and again.stdout == f"{out}\n", again.stderr
     assert bytes_of(out) == bytes_of(made[step])
     assert not (tmp_path / ".c.partial").exists() or kill.startswith("renamed")  # with nothing but its lock

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from commands.test_train_pack import keep_float64
 from commands.test_train_ranks import launched, shard, sparse
-from commands.train_rows import World, tiny_llama, train_in_process
+from commands.train_rows import World, tiny_llama
 from safetensors.numpy import load_file
 
 from legorl.checkpoint import ModelError, open_checkpoint
@@ -23,17 +23,6 @@ from legorl.model import load_model
 EXPERTS = "all-linear,experts.gate_up_proj,experts.down_proj,gate.weight"
 BRANCHED = [(-1, None, 16, 4), (0, None, 3, 5), (0, 18, 4, 3), (1, 23, 0, 6)]
 MODEL, ADAPTER, STATE = "model/model.safetensors", "adapter/adapter_model.safetensors", "optimizer/state.safetensors"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World(tiny_llama(tmp_path_factory.mktemp("model") / "m"))
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    with train_in_process(capsys, monkeypatch) as run:
-        yield run
 
 
 @pytest.fixture

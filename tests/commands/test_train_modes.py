@@ -1,6 +1,7 @@
 """The update of a float64 model against the formulas written out: several optimiser steps, both off-policy modes,
 sequence weights, KL to a reference, sft. Each turn is a sequence of its own there, with full logits."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -227,8 +228,10 @@ def test_the_constant_of_dr_grpo_is_the_largest_token_limit(rows):
     rows[2]["budgets"] = None
     assert with_constant(resolve(loss="dr_grpo"), rows).dr_constant == 250
     assert with_constant(resolve(loss="dr_grpo", dr_constant=7.0), rows).dr_constant == 7
-    for row in rows:
-        row["budgets"] = {"tokens": {"limit": None, "used": 3.0}}
+    rows[0]["budgets"] = {"tokens": {"limit": math.inf, "used": 3.0}}
+    assert with_constant(resolve(loss="dr_grpo"), rows).dr_constant == 250
+    for row, limit in zip(rows, [None, math.inf, 0.0, math.nan], strict=False):
+        row["budgets"] = {"tokens": {"limit": limit, "used": 3.0}}
     with pytest.raises(BatchError, match="give --dr-constant"):
         with_constant(resolve(loss="dr_grpo"), rows)
 

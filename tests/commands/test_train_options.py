@@ -7,21 +7,10 @@ import shutil
 import builders
 import pyarrow.parquet as pq
 import pytest
-from commands.train_rows import World, tiny_llama, train_in_process
+from commands.train_rows import World, tiny_llama
 
 from legorl.checkpoint import open_checkpoint
 from legorl.commands.train.loss import LOSSES
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World(tiny_llama(tmp_path_factory.mktemp("model") / "m", num_hidden_layers=1))
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    with train_in_process(capsys, monkeypatch) as run:
-        yield run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from trees import trees
 from legorl import attention, tree
 from legorl.commands.train.batch import make_batch
 from legorl.commands.train.loss import LOSSES
-from legorl.commands.train.pack import Micro, Sample, forests, rows, samples_of
+from legorl.commands.train.pack import PADDING, Micro, Sample, forests, rows, samples_of
 from legorl.commands.train.settings import Settings, resolve
 from legorl.commands.train.train import facts_of
 from legorl.model import load_model, target_logprobs
@@ -63,6 +63,7 @@ def test_every_target_stands_once_behind_its_own_path_whatever_the_packing(attem
         found: dict[int, list[int]] = {}
         for micro in micros:
             assert micro.ids.size <= budget or len({*micro.rows.tolist()}) == 1
+            assert micro.tokens >= (1 - PADDING) * micro.ids.size
             found |= contexts(micro)
         assert found == wanted
         assert sum(len(micro.index) for micro in micros) == len(wanted)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands.pair_train import take
 from commands.test_verify_routing import routed
-from commands.train_rows import World, tiny_llama, train_in_process
+from commands.train_rows import World, tiny_llama
 from moe import tiny_moe
 from safetensors.numpy import load_file
 
@@ -36,20 +36,14 @@ def sparse(folder: Path, kind: str = "qwen3_moe") -> World:
     return world
 
 
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    with train_in_process(capsys, monkeypatch) as run:
-        yield run
-
-
 def launched(
-    count: int, sharded: bool, *args: object, lines: str = "", module: str = "legorl.commands.train.cli"
+    count: int, sharded: bool, *args: object, lines: str = "", module: str = "legorl.commands.train.cli", **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run lego-train, or `module`, in `count` processes of torchrun, on the CPU, with `lines` on its stdin."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "LC_ALL": "C.UTF-8"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "LC_ALL": "C.UTF-8", **env}
     env |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_addr", "127.0.0.1"]

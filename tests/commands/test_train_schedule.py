@@ -9,24 +9,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from commands.train_rows import World, tiny_llama, train_in_process
+from commands.train_rows import World
 from safetensors.numpy import load_file
 
 from legorl.commands.train.schedule import Schedule
 from legorl.commands.train.settings import SettingsError, resolve
 
 LR = 1e-3
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World(tiny_llama(tmp_path_factory.mktemp("model") / "m"))
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    with train_in_process(capsys, monkeypatch) as run:
-        yield run
 
 
 def rates(steps, taken=0, **settings):

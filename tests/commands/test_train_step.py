@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from commands.train_rows import World, plain_logprobs, tiny_llama
+from commands.train_rows import plain_logprobs
 
 from legorl import tree
 from legorl.commands.train.batch import make_batch
@@ -14,11 +14,6 @@ from legorl.commands.train.train import facts_of
 # Histories rewritten (turn 2), answered twice (3), and a conversation of its own (5).
 BRANCHED = [(-1, None, 6, 4), (0, None, 3, 5), (0, 8, 4, 3), (1, 13, 0, 6), (2, None, 2, 2), (-1, None, 5, 3)]
 SHORT = [(-1, None, 4, 3)]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World(tiny_llama(tmp_path_factory.mktemp("model") / "m"))
 
 
 def trainer(world, settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 import builders
 import numpy as np
 import pytest
-from commands.test_inspect import inspect
+from commands.inspecting import inspect
 from commands.train_rows import World, tiny_llama
 
 from legorl import tree

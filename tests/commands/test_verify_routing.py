@@ -3,7 +3,7 @@
 import builders
 import numpy as np
 import pytest
-from commands.test_inspect import inspect
+from commands.inspecting import inspect
 from commands.test_verify import SHAPE, counted, read
 from commands.train_rows import World, tiny_llama
 from moe import KINDS, native_experts, tiny_moe

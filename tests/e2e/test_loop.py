@@ -102,7 +102,7 @@ def forced(model: Any, made: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarr
     recorded, found = [], []
     for row in made:
         nodes, seen = tree.nodes_of(row["turns"]), set()
-        for leaf in tree.leaves(nodes):
+        for leaf in sorted(set(tree.homes(nodes))):
             whole = torch.tensor(tree.path_ids(nodes, leaf)).long()[None]
             chain = [leaf]
             while (node := nodes[chain[-1]]).parent != tree.ROOT and node.prefix_len == nodes[node.parent].path_len:

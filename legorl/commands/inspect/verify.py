@@ -139,22 +139,12 @@ def _recorded(version: int, digest: str, path: str | None) -> tuple[Checkpoint |
 
 
 def _paths(attempt: Attempt, weights: Weights) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Yield (token ids up to the last target, turns to compare on the way) a path; each wanted turn comes once.
-
-    A turn is compared on the path of the first leaf that runs through all of it.
-    """
-    nodes, left = attempt.nodes, set(attempt.wanted(weights))
-    for leaf in tree.leaves(nodes) if left else []:
-        on, index, whole = [], leaf, True
-        while whole:
-            if index in left:
-                on.append(index)
-            node = nodes[index]
-            index = node.parent
-            whole = index != tree.ROOT and node.prefix_len == nodes[index].path_len
-        if on:
-            left -= set(on)
-            yield tree.path_ids(nodes, on[0]), on[::-1]
+    """Yield (token ids up to the last target, turns to compare on the way) a path; each wanted turn comes once."""
+    home, on = tree.homes(attempt.nodes), dict[int, list[int]]()
+    for index in attempt.wanted(weights):
+        on.setdefault(home[index], []).append(index)
+    for indices in on.values():
+        yield tree.path_ids(attempt.nodes, indices[-1]), indices
 
 
 def _score(

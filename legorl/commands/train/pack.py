@@ -26,6 +26,8 @@ from legorl import routing, tree
 from legorl.attention import Forest, Segment
 from legorl.tree import Node
 
+PADDING = 0.2
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -62,15 +64,6 @@ class Micro:
     valid: np.ndarray | None = None
 
 
-def homes(nodes: Sequence[Node]) -> list[int]:
-    """For each turn, the leaf on whose path its tokens are targets."""
-    home = list(range(len(nodes)))
-    for node in reversed(nodes):
-        if node.parent != tree.ROOT and node.prefix_len == nodes[node.parent].path_len:
-            home[node.parent] = home[node.index]  # children come after their parents: the first one has the last word
-    return home
-
-
 def samples_of(
     nodes: Sequence[Node], attempt: int, first: int, wanted: np.ndarray,
     records: Sequence[dict[str, Any] | None] | None = None,
@@ -81,7 +74,7 @@ def samples_of(
     """
     starts = np.cumsum([0, *(len(node.completion_ids) for node in nodes)])
     targets: dict[int, list[tuple[int, int]]] = {}
-    for node, leaf in zip(nodes, homes(nodes), strict=True):
+    for node, leaf in zip(nodes, tree.homes(nodes), strict=True):
         for k in np.flatnonzero(wanted[starts[node.index] : starts[node.index + 1]]):
             targets.setdefault(leaf, []).append((node.prompt_len + int(k), first + int(starts[node.index] + k)))
     samples = []
@@ -129,12 +122,13 @@ def path_experts(
 def rows(samples: Iterable[Sample], budget: int) -> list[Micro]:
     """Samples of like length, a row each, so that rows times the longest row stay within `budget` tokens.
 
-    A sample longer than the budget gets a micro-batch of its own.
+    No row is padded by more than PADDING of the longest. A sample longer than the budget gets a micro-batch of its own.
     """
     batches: list[list[Sample]] = []
     longest = 0
     for sample in sorted(samples, key=lambda s: (-len(s.ids), s.attempt, int(s.index[0]))):
-        if not batches or longest * (len(batches[-1]) + 1) > budget:
+        unlike = len(sample.ids) < (1 - PADDING) * longest
+        if not batches or unlike or longest * (len(batches[-1]) + 1) > budget:
             batches.append([])
             longest = len(sample.ids)
         batches[-1].append(sample)

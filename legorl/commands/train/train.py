@@ -6,6 +6,7 @@ A step with nothing to train is a step: the new checkpoint holds the same weight
 """
 
 import json
+import math
 import resource
 import time
 from collections.abc import Callable
@@ -63,9 +64,10 @@ def with_constant(settings: Settings, rows: list[dict[str, Any]]) -> Settings:
     if settings.loss != "dr_grpo" or settings.dr_constant is not None:
         return settings
     limits = [((row["budgets"] or {}).get("tokens") or {}).get("limit") for row in rows]
-    if not any(limits):
+    finite = [limit for limit in limits if limit and math.isfinite(limit)]
+    if not finite:
         raise BatchError("dr_grpo divides by a constant, and no row has a limit on its tokens; give --dr-constant")
-    return replace(settings, dr_constant=max(limit for limit in limits if limit))
+    return replace(settings, dr_constant=max(finite))
 
 
 def check_reference(reference: Checkpoint, checkpoint: Checkpoint) -> None:
