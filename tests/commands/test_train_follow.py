@@ -115,7 +115,9 @@ def test_experts_are_replayed_step_by_step(tmp_path, cli):
 def test_each_checkpoint_is_told_at_once_and_sigterm_leaves_whole_ones(world, tmp_path, cli):
     rounds = [round_of(world, tmp_path, step) for step in (1, 2)]
     argv = [BIN, "--follow", "--model", world.checkpoint.path, "--out", tmp_path / "run", *OPTIONS]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in this process: another number of threads rounds otherwise
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
     try:
         process.stdin.write("".join(f"{path}\n" for path in rounds[0]))
         process.stdin.flush()

@@ -119,7 +119,8 @@ def test_two_processes_take_the_steps_of_one(make, sharded, steps, tmp_path, cli
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
 def test_every_loss_and_mode_in_two_processes_is_that_of_one(tmp_path, sharded):
     world = dense(tmp_path / "m")
     reference = tiny_llama(tmp_path / "r", seed=3, initializer_range=0.25)
