@@ -159,7 +159,7 @@ def _tail(row: dict[str, Any], full: bool) -> Iterator[str]:
     for name, budget in (row["budgets"] or {}).items():
         if budget and budget["limit"] is not None:
             yield f"  {name}: {cell(budget['used'])} of {cell(budget['limit'])}"
-    if row["graded_at"] is None:
+    if row["graded_at"] is None and row["reward"] is None:
         yield "not graded"
     else:
         yield printable(
