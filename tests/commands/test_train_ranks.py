@@ -4,7 +4,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,14 +39,11 @@ def launched(
     count: int, sharded: bool, *args: object, lines: str = "", module: str = "legorl.commands.train.cli", **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run lego-train, or `module`, in `count` processes of torchrun, on the CPU, with `lines` on its stdin."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "LC_ALL": "C.UTF-8", **env}
     env |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_addr", "127.0.0.1"]
-    argv += ["--master_port", str(port), "-m", module, *map(str, args)]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), "--standalone"]
+    argv += ["--local_addr", "127.0.0.1", "-m", module, *map(str, args)]
     return subprocess.run(argv, env=env, input=lines, capture_output=True, text=True, timeout=300)
 
 
