@@ -207,7 +207,7 @@ def main(
     from legorl.checkpoint import open_checkpoint
     from legorl.commands.train import follow as rounds
     from legorl.commands.train.policy import Policy
-    from legorl.commands.train.ranks import rank
+    from legorl.commands.train.ranks import leave, rank
 
     if "RANK" in os.environ and paths in ((), ("-",)) and not follow:
         raise click.UsageError("several processes cannot read one stdin; give the shards as arguments, or --follow")
@@ -230,7 +230,9 @@ def main(
         for words in told:
             tell(words)
         record = step(rows, out)
-        return tell_made(out, record, serve) if rank() == 0 else None
+        if rank() == 0:
+            tell_made(out, record, serve)
+        return leave()
     for words in told:
         tell(words)
     if serve and rank() == 0:
@@ -239,6 +241,7 @@ def main(
         # Of steps found taken, only the newest is what the engine should serve.
         newer = rounds.place(out, record["version"] + 1).exists()
         tell_made(made, record, None if newer else serve)
+    leave()
 
 
 def _rows(paths: tuple[str, ...], partial: bool, tell: Callable[[str], object]) -> list[dict[str, Any]]:

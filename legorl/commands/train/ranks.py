@@ -161,6 +161,14 @@ class Ranks:
         return tensor.cpu().numpy()
 
 
+def leave() -> None:
+    """End the processes' group, after the last step: torch's threads for it may abort a process that exits with it."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _end_with_launcher() -> None:
     """Have Linux kill this process when its launcher dies: one that waits for partners takes note of nothing else."""
     if sys.platform == "linux":
