@@ -11,7 +11,8 @@ repeated, with the same prompt. What a harness reports may differ from one run t
 may its prompts: then it is, among the turns at the same place of the tree, the one whose prompt begins most like the
 new one. Its tokens are fed and recorded as they are now, the tree has the same shape, and the answer is counted as one
 to another prompt (`words`): its log-probabilities are those of the recorded prompt. Where there is no such turn the
-harness has gone its own way, and the engine fails the session.
+harness has gone its own way, and the engine fails the session; unless all turns are replayed and the attempt ended with
+a prompt too long for its context, which is not recorded: then what comes next is that prompt.
 """
 
 from collections.abc import AsyncIterator
@@ -26,15 +27,16 @@ from legorl.commands.serve.engine import Ask, ContextOverflow, Delta, EngineErro
 from legorl.rows import standing
 from legorl.shards import open_shards
 
-COLUMNS = ["attempt_id", "run", "step", "tokenizer_digest", "weights", "turns"]
+COLUMNS = ["attempt_id", "run", "step", "outcome", "tokenizer_digest", "weights", "turns"]
 
 
 @dataclass
 class Recorded:
-    """One recorded attempt. `tail`: its id without run and step."""
+    """One recorded attempt. `tail`: its id without run and step; `overflowed`: its last prompt did not fit."""
 
     id: str
     tail: str
+    overflowed: bool
     weights: list[dict[str, Any]]
     turns: list[dict[str, Any]]
     nodes: list[tree.Node]
@@ -78,7 +80,8 @@ def read_record(path: Path, tokenizer_digest: str) -> list[Recorded]:
             nodes = tree.nodes_of(turns)
             prompts = [tree.prompt_ids(nodes, k) for k in range(len(nodes))]
             tail = row["attempt_id"].removeprefix(f"{row['run']}.{row['step']}.")
-            attempts.append(Recorded(row["attempt_id"], tail, row["weights"] or [], turns, nodes, prompts))
+            overflowed = row["outcome"] == "context_overflow"
+            attempts.append(Recorded(row["attempt_id"], tail, overflowed, row["weights"] or [], turns, nodes, prompts))
     return attempts
 
 
@@ -102,7 +105,10 @@ class ReplayEngine:
         return EngineInfo("replay", self._context, recorded=weights)
 
     def admit(self, ask: Ask) -> None:
-        """Find the recorded turn that the new one repeats. What is wrong with it is raised when it is generated."""
+        """Find the recorded turn that the new one repeats. What is wrong with it is raised when it is generated.
+
+        Raises ContextOverflow where the record ends with one.
+        """
         try:
             self._chosen[ask.request_id] = self._choose(ask)
         except EngineError as error:
@@ -117,6 +123,8 @@ class ReplayEngine:
         where = f"{play.attempt.id}, turn {number}"
         index, same = _repeated(play, ask)
         if index is None:
+            if play.attempt.overflowed and not play.left:
+                raise ContextOverflow
             done = f"{len(play.at)} of {len(play.attempt.turns)} recorded turns are replayed"
             raise EngineError(f"{where}: the harness goes another way than in the record ({done})")
         turn = play.attempt.turns[index]

@@ -18,6 +18,7 @@ from legorl.commands.serve.replay_engine import ReplayEngine, read_record
 from legorl.commands.serve.server import Server
 from legorl.commands.serve.torch_engine import TorchEngine
 from legorl.control import Control, ServeError, SessionRequest
+from legorl.shards import open_shard
 
 # What no two runs have in common.
 VARYING = ("request_id", "request_digest", "started_at", "queue_s", "prefill_s", "decode_s")
@@ -98,8 +99,6 @@ def replay(shard: Path, model: Path) -> ReplayEngine:
 
 
 def recorded(shard: Path) -> list[dict]:
-    from legorl.shards import open_shard
-
     return open_shard(shard).rows()[0]["turns"]
 
 
@@ -169,6 +168,22 @@ def test_a_harness_that_goes_another_way_is_told_where(sampled, tiny_model):
     conversation = [say("list"), {"role": "assistant", "content": "never said"}, say("go on")]
     lost = run(refused(replay(sampled, tiny_model), tiny_model, REQUEST, *[[say("list")]] * 3, conversation))
     assert f"{ATTEMPT}, turn " in lost and "goes another way than in the record" in lost
+
+
+@pytest.mark.parametrize("outcome", ["context_overflow", "finished"])
+def test_a_prompt_beyond_the_record_does_not_fit_if_the_record_ended_so(outcome, sampled, tiny_model, tmp_path):
+    facts = {k: v for k, v in open_shard(sampled).rows()[0].items() if k in ("turns", "weights", "tokenizer_digest")}
+    ended = builders.shard(tmp_path / "ended.parquet", [builders.trajectory("task-a", 0, outcome=outcome, **facts)])
+
+    async def go():
+        async with session(replay(ended, tiny_model), tiny_model, REQUEST) as (http, opened):
+            await harness(http)
+            reply = await http.post("/v1/chat/completions", json={"messages": [say("what was not recorded")]})
+            return reply, await opened.close()
+
+    reply, closed = run(go())
+    assert reply.status_code == (400 if outcome == "context_overflow" else 500)
+    assert closed.overflow == (outcome == "context_overflow") == (closed.lost is None)
 
 
 def test_a_turn_that_ended_badly_is_repeated_up_to_there(tmp_path, tiny_model):
