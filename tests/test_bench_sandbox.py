@@ -15,6 +15,7 @@ from legorl.sandbox.podman import podman
 BENCH = Path(__file__).with_name("bench")
 
 
+@pytest.mark.slow
 @pytest.mark.podman
 def test_attempts_leave_nothing_behind(tiny_model: Path) -> None:
     environment = {**os.environ, "COUNT": "8", "MODEL": str(tiny_model)}

@@ -287,9 +287,8 @@ def test_bf16_leaves_the_adapter_in_float32_and_halves_what_loses_nothing(world,
     AcceleratorState._reset_state()
 
 
-@pytest.mark.parametrize(
-    "sharded", [pytest.param(False, id="replicated", marks=pytest.mark.slow), pytest.param(True, id="sharded")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_two_processes_train_the_adapter_of_one(sharded, tmp_path, cli):
     world = sparse(tmp_path / "m")
     path = shard(world, tmp_path)
