@@ -1,6 +1,7 @@
 """Fixtures that several test files share. Hand-made rows: `from builders import trajectory`, see builders.py."""
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from legorl import paths
 # The same examples on every run, and no limit on time: a busy machine is not a failure.
 settings.register_profile("legorl", deadline=None, derandomize=True)
 settings.load_profile("legorl")
+
+# A shell without job control starts background jobs with SIGINT ignored, and commands under test would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MODEL = "SmolLM2-135M-Instruct"
 TOKENIZER_FILES = (
